@@ -1,0 +1,307 @@
+"""Two streams, compute and communication, walked in the compiler's own schedule order.
+
+A collective's start takes the communication stream, its done makes the compute stream wait; that wait is the
+exposed time and is charged to the collective. Loop bodies count trip-count times. In a pipeline, stages move in
+lock step: a conditional takes as long as its longest branch, while FLOPs and bytes count the share of ticks in
+which the device takes it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from jaxpar.dryrun.assumptions import Assumptions
+from jaxpar.dryrun.groups import axes_of
+from jaxpar.dryrun.hlo import Computation, Instruction, Module
+from jaxpar.dryrun.links import collective_time_s, matmul_time_s
+from jaxpar.dryrun.ops import (
+    FREE,
+    Communication,
+    collective_kind,
+    communication_of,
+    host_copy_of,
+    matmuls_of,
+    traffic_bytes,
+)
+from jaxpar.dryrun.targets import GpuTarget
+
+
+@dataclasses.dataclass
+class CollectiveTotal:
+    """All collectives of one kind over the same mesh axes, per device and step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    dtype: str
+    asynchronous: bool
+    between_nodes: bool
+    payload_bytes: float = 0.0
+    wire_bytes: float = 0.0
+    count: float = 0.0
+    time_s: float = 0.0
+    exposed_s: float = 0.0
+    largest_array_bytes: float = 0.0
+    largest_array: str = ""
+    op_name: str = ""
+
+    @property
+    def axis(self) -> str:
+        """Mesh axes joined by "+"; "-" for a group of one."""
+        return "+".join(self.axes) or "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One bar of the picture of a step; top level only."""
+
+    stream: str  # "compute" | "communication" | "host"
+    start_s: float
+    end_s: float
+    label: str
+
+
+@dataclasses.dataclass
+class Timeline:
+    """What one step of the compiled program does and how long it is estimated to take."""
+
+    flops_by_dtype: dict[str, float]
+    attention_flops: float
+    traffic_bytes: float
+    collectives: list[CollectiveTotal]
+    host_bytes: dict[str, float]
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    step_s: float
+    kernels: float
+    custom_calls: dict[str, float]
+    spans: list[Span]
+    top_operations: list[tuple[str, float, float]]  # name, seconds, count
+    warnings: list[str]
+
+    @property
+    def flops(self) -> float:
+        """Matmul FLOPs per device and step."""
+        return sum(self.flops_by_dtype.values())
+
+
+class _Walk:
+    """One pass over a module."""
+
+    def __init__(
+        self,
+        module: Module,
+        mesh_shape: Mapping[str, int],
+        gpu: GpuTarget,
+        assumed: Assumptions,
+        *,
+        gpus_per_node: int,
+        branch_share: float,
+    ) -> None:
+        self.module, self.mesh_shape, self.gpu, self.assumed = module, mesh_shape, gpu, assumed
+        self.gpus_per_node, self.branch_share = gpus_per_node, branch_share
+        self.num_devices = 1
+        for size in mesh_shape.values():
+            self.num_devices *= size
+        self.flops: dict[str, float] = collections.defaultdict(float)
+        self.attention_flops = self.traffic = self.compute_s = self.kernels = 0.0
+        self.collectives: dict[tuple, CollectiveTotal] = {}
+        self.host: dict[str, float] = collections.defaultdict(float)
+        self.custom: dict[str, float] = collections.defaultdict(float)
+        self.operations: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+        self.spans: list[Span] = []
+        self.warnings: list[str] = []
+
+    # Each of these returns seconds and adds to the totals, `times` being how often the instruction runs.
+
+    def _kernel(self, computation: Computation, instruction: Instruction, times: float) -> float:
+        matmuls = matmuls_of(self.module, computation, instruction)
+        if instruction.opcode == "custom-call":
+            self.custom[instruction.target] += times
+        busy_s = 0.0
+        for one in matmuls:
+            self.flops[one.dtype] += one.flops * times
+            self.attention_flops += one.flops * times * one.attention
+            busy_s += matmul_time_s(
+                one.dtype, one.flops, one.smallest_dim, attention=one.attention, gpu=self.gpu, assumed=self.assumed
+            )
+        moved = traffic_bytes(self.module, computation, instruction)
+        memory_s = moved / (self.gpu.hbm_bytes_per_s * self.assumed.hbm_efficiency)
+        seconds = max(busy_s, memory_s) + self.assumed.launch_s
+        self.traffic += moved * times
+        self.kernels += times
+        self.compute_s += seconds * times
+        name = instruction.op_name.rsplit("/", 1)[-1] or instruction.name.split(".")[0]
+        entry = self.operations[f"{'matmul' if matmuls else instruction.opcode} {name}"]
+        entry[0] += seconds * times
+        entry[1] += times
+        return seconds
+
+    def _communicate(self, one: Communication, times: float) -> tuple[CollectiveTotal, float]:
+        seconds = collective_time_s(
+            one.kind,
+            one.payload_bytes,
+            num_nodes=one.num_nodes,
+            members_per_node=one.members_per_node,
+            gpu=self.gpu,
+            assumed=self.assumed,
+        )
+        axes = axes_of(one.axes_key, self.mesh_shape) if one.group_size > 1 else ()
+        key = (one.kind, axes, one.group_size, one.dtype, one.asynchronous)
+        total = self.collectives.setdefault(
+            key, CollectiveTotal(one.kind, axes, one.group_size, one.dtype, one.asynchronous, one.num_nodes > 1)
+        )
+        total.payload_bytes += one.payload_bytes * times
+        total.wire_bytes += one.wire_bytes * times
+        total.count += times
+        total.time_s += seconds * times
+        if one.largest_array_bytes > total.largest_array_bytes:
+            total.largest_array_bytes = one.largest_array_bytes
+            total.largest_array, total.op_name = str(one.largest_array), one.op_name
+        return total, seconds
+
+    def _span(self, top: bool, stream: str, start_s: float, end_s: float, label: str) -> None:
+        if top and end_s > start_s:
+            self.spans.append(Span(stream, start_s, end_s, label))
+
+    def _loop(self, instruction: Instruction, times: float) -> float:
+        trips = instruction.config.get("known_trip_count", {}).get("n")
+        if trips is None:
+            self.warnings.append(f"loop {instruction.name}: trip count not known, counted once")
+            trips = 1
+        seconds = 0.0
+        for called in instruction.called:
+            seconds += self.walk(self.module.computations[called], times * int(trips))
+        return seconds * int(trips)
+
+    def _branches(self, instruction: Instruction, times: float) -> float:
+        """The longest branch sets the pace; the counts are those of the share of ticks it runs in."""
+        return max(
+            self.walk(self.module.computations[called], times * self.branch_share) for called in instruction.called
+        )
+
+    def walk(self, computation: Computation, times: float, *, top: bool = False) -> float:
+        """Seconds of one run of the computation."""
+        now = network_free = host_free = 0.0
+        pending: dict[int, tuple[float, CollectiveTotal | None]] = {}
+        for instruction in computation.instructions:
+            opcode = instruction.opcode
+            start = now
+            if opcode in FREE:
+                continue
+            if opcode.endswith("-done"):
+                end_s, total = pending.pop(self._start_of(computation, instruction, pending), (now, None))
+                if end_s > now:
+                    if total is not None:
+                        total.exposed_s += (end_s - now) * times
+                    now = end_s
+                continue
+            if opcode in ("while", "call", "conditional"):
+                if opcode == "while":
+                    now += self._loop(instruction, times)
+                elif opcode == "conditional":
+                    now += self._branches(instruction, times)
+                else:
+                    now += sum(self.walk(self.module.computations[called], times) for called in instruction.called)
+                self._span(top, "compute", start, now, _label(instruction))
+                continue
+            found = self._collective(computation, instruction)
+            if found is not None:
+                total, seconds = self._communicate(found, times)
+                begin = max(now, network_free)
+                network_free = begin + seconds
+                self._span(top, "communication", begin, network_free, f"{found.kind} over {total.axis}")
+                if found.asynchronous:
+                    pending[instruction.id] = (network_free, total)
+                else:
+                    total.exposed_s += (network_free - now) * times
+                    now = network_free
+                    pending[instruction.id] = (now, None)
+                continue
+            if opcode == "async-start":
+                begin = max(now, host_free)
+                host_free = begin + self.walk(self.module.computations[instruction.called[0]], times)
+                self._span(top, "host", begin, host_free, _label(instruction))
+                pending[instruction.id] = (host_free, None)
+                continue
+            copy = host_copy_of(self.module, computation, instruction)
+            if copy is not None:
+                self.host["to_host" if copy.to_host else "to_device"] += copy.size_bytes * times
+                seconds = copy.size_bytes / (self.gpu.pcie_bytes_per_s * self.assumed.pcie_efficiency)
+                begin = max(now, host_free)
+                host_free = begin + seconds
+                if opcode == "copy-start":
+                    pending[instruction.id] = (host_free, None)
+                else:
+                    now = host_free
+                continue
+            now += self._kernel(computation, instruction, times)
+            self._span(top, "compute", start, now, _label(instruction))
+        return now
+
+    def _start_of(self, computation: Computation, done: Instruction, pending: Mapping[int, object]) -> int:
+        start = done.operands[0]
+        while start not in pending and computation.by_id[start].opcode in (
+            "async-update",
+            "get-tuple-element",
+            "bitcast",
+        ):
+            start = computation.by_id[start].operands[0]
+        return start
+
+    def _collective(self, computation: Computation, instruction: Instruction) -> Communication | None:
+        inner_computation, inner = computation, instruction
+        if instruction.opcode == "async-start":
+            inner_computation = self.module.computations[instruction.called[0]]
+            inner = inner_computation.root
+        if collective_kind(inner.opcode) is None:
+            return None
+        synchronous = instruction.config.get("collective_backend_config", {}).get("is_sync", False)
+        return communication_of(
+            inner_computation,
+            inner,
+            num_devices=self.num_devices,
+            gpus_per_node=self.gpus_per_node,
+            asynchronous=instruction.opcode.endswith("-start") and not synchronous,
+        )
+
+
+def _label(instruction: Instruction) -> str:
+    return instruction.op_name or instruction.name
+
+
+def estimate_timeline(
+    module: Module,
+    mesh_shape: Mapping[str, int],
+    gpu: GpuTarget,
+    assumed: Assumptions,
+    *,
+    gpus_per_node: int = 8,
+    branch_share: float = 1.0,
+) -> Timeline:
+    """Walks the module; `branch_share` is the share of a pipeline's ticks in which a stage has work."""
+    walk = _Walk(module, mesh_shape, gpu, assumed, gpus_per_node=gpus_per_node, branch_share=branch_share)
+    if not module.scheduled:
+        walk.warnings.append("the module has no schedule: overlap is not meaningful")
+    step_s = walk.walk(module.entry, 1.0, top=True)
+    totals = sorted(walk.collectives.values(), key=lambda total: -total.time_s)
+    operations = sorted(((name, s, n) for name, (s, n) in walk.operations.items()), key=lambda entry: -entry[1])
+    return Timeline(
+        flops_by_dtype=dict(walk.flops),
+        attention_flops=walk.attention_flops,
+        traffic_bytes=walk.traffic,
+        collectives=totals,
+        host_bytes=dict(walk.host),
+        compute_s=walk.compute_s,
+        communication_s=sum(total.time_s for total in totals),
+        exposed_s=sum(total.exposed_s for total in totals),
+        step_s=step_s,
+        kernels=walk.kernels,
+        custom_calls=dict(walk.custom),
+        spans=walk.spans,
+        top_operations=operations[:12],
+        warnings=walk.warnings,
+    )
