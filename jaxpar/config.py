@@ -91,6 +91,27 @@ class ModelConfig:
     scan_layers: bool = True  # False: unrolled, for debugging
     moe: MoeConfig = MoeConfig()
 
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Features of one head."""
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def true_vocab(self) -> int:
+        """Entries of the vocabulary, once it is known."""
+        assert self.vocab_size is not None, "model.vocab_size is filled in from the tokenizer before a model is made"
+        return self.vocab_size
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table: the vocabulary padded to a multiple that no mesh changes."""
+        return -(-self.true_vocab // self.vocab_multiple) * self.vocab_multiple
+
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:

@@ -1,0 +1,160 @@
+"""Grouped-query attention: projections, rotary positions, masks, and the kernels behind one signature.
+
+Dims: B batch, T query positions, S key positions, D embed, H query heads, G KV heads, K head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxpar.config import ModelConfig
+from jaxpar.errors import UserError
+from jaxpar.models import rope
+from jaxpar.models.layers import Norm, add_bias, constant, normal, residual_std
+from jaxpar.models.sharder import Sharder
+
+
+class Mask(NamedTuple):
+    """Who may see whom, besides causality by position in the row.
+
+    `segments` int32 [B, T]: only equal numbers see each other; None: one document. `window` int32 scalar: a token
+    sees itself and window - 1 before it; None: all.
+    """
+
+    segments: jax.Array | None = None
+    window: jax.Array | int | None = None
+
+    def dense(self, length: int) -> jax.Array | None:
+        """Bool [B or 1, 1, T, S] without causality, or None when nothing else is hidden."""
+        allowed = None
+        if self.segments is not None:
+            allowed = self.segments[:, None, :, None] == self.segments[:, None, None, :]
+        if self.window is not None:
+            distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+            near = (distance < self.window)[None, None]
+            allowed = near if allowed is None else allowed & near
+        return allowed
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    kernel: str = "auto",
+) -> jax.Array:
+    """Causal attention of q [B, T, H, K] over k, v [B, T, G, K] -> [B, T, H, K]; softmax in float32.
+
+    `kernel`: "xla", "cudnn" or "auto" (cuDNN on a GPU where it can, else XLA).
+    """
+    if kernel == "auto":
+        kernel = "cudnn" if _cudnn_can(q, soft_cap) else "xla"
+    dense = mask.dense(q.shape[1])
+    if soft_cap is not None:
+        if kernel == "cudnn":
+            raise UserError('model.attention = "cudnn" has no attention soft cap; set model.attention="xla"')
+        return _soft_capped(q, k, v, dense, scale, soft_cap)
+    return jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation=kernel)
+
+
+def _cudnn_can(q: jax.Array, soft_cap: float | None) -> bool:
+    head_dim = q.shape[-1]
+    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return jax.default_backend() == "gpu" and half and soft_cap is None and head_dim % 8 == 0 and head_dim <= 128
+
+
+def _soft_capped(
+    q: jax.Array, k: jax.Array, v: jax.Array, dense: jax.Array | None, scale: float, cap: float
+) -> jax.Array:
+    """Attention whose scores pass through cap * tanh(score / cap), which no library kernel offers (Gemma 2)."""
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    q_BTGRK = q.reshape(B, T, G, H // G, K)
+    scores = jnp.einsum("BTGRK,BSGK->BGRTS", q_BTGRK, k, preferred_element_type=jnp.float32) * scale
+    scores = cap * jnp.tanh(scores / cap)
+    causal = jnp.tril(jnp.ones((T, T), bool))[None, None]
+    allowed = causal if dense is None else causal & dense
+    scores = jnp.where(allowed[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("BGRTS,BSGK->BTGRK", weights, v).reshape(B, T, H, K)
+
+
+class Attention(nnx.Module):
+    """Self-attention of one layer; (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, *, recompute: bool = False) -> None:
+        D, H, G, K = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
+        std, self.config, self.dtype, self.recompute = config.init_std, config, dtype, recompute
+        self.q = normal(rngs, (D, H, K), ("embed", "heads", "head_dim"), std)
+        self.k = normal(rngs, (D, G, K), ("embed", "kv_heads", "head_dim"), std)
+        self.v = normal(rngs, (D, G, K), ("embed", "kv_heads", "head_dim"), std)
+        self.out = normal(rngs, (H, K, D), ("heads", "head_dim", "embed"), residual_std(config))
+        bias = config.qkv_bias
+        self.q_bias = constant(0.0, (H, K), ("heads", "head_dim")) if bias else None
+        self.k_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
+        self.v_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
+        self.out_bias = constant(0.0, (D,), ("embed",)) if config.out_bias else None
+        self.q_norm = self._norm(H, "heads")
+        self.k_norm = self._norm(G, "kv_heads")
+
+    def _norm(self, heads: int, name: str) -> Norm | None:
+        K = self.config.head_size
+        if self.config.qk_norm == "head":
+            return Norm(self.config, (K,), ("head_dim",))
+        return Norm(self.config, (heads, K), (name, "head_dim")) if self.config.qk_norm == "full" else None
+
+    def __call__(self, x: jax.Array, side: Side, sharder: Sharder, traits: dict[str, jax.Array]) -> jax.Array:
+        q_BTHK, k_BTGK, v_BTGK = self.project(x, side, sharder, traits)
+        mask = Mask(side.segment_ids, traits.get("window", self.config.window))
+        kernel = functools.partial(
+            attend,
+            scale=self.config.query_scale or self.config.head_size**-0.5,
+            soft_cap=self.config.attention_soft_cap,
+            kernel=self.config.attention,
+        )
+        if self.recompute:
+            kernel = jax.checkpoint(kernel, prevent_cse=False)
+        y_BTHK = kernel(q_BTHK, k_BTGK, v_BTGK, mask)
+        y_BTHK = sharder.activation(y_BTHK, "batch", "seq", "heads", "head_dim")
+        return add_bias(jnp.einsum("BTHK,HKD->BTD", y_BTHK, self.out[...].astype(self.dtype)), self.out_bias)
+
+    def project(
+        self, x: jax.Array, side: Side, sharder: Sharder, traits: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of x [B, T, D], normed, rotated and placed."""
+        q = add_bias(jnp.einsum("BTD,DHK->BTHK", x, self.q[...].astype(self.dtype)), self.q_bias)
+        k = add_bias(jnp.einsum("BTD,DGK->BTGK", x, self.k[...].astype(self.dtype)), self.k_bias)
+        v = add_bias(jnp.einsum("BTD,DGK->BTGK", x, self.v[...].astype(self.dtype)), self.v_bias)
+        q = self.q_norm(q) if self.q_norm is not None else q
+        k = self.k_norm(k) if self.k_norm is not None else k
+        if side.cos is not None and side.sin is not None:
+            kind = traits.get("rope", 0)
+            q, k = (rope.rotate(a, side.cos[kind], side.sin[kind]) for a in (q, k))
+        kv_name = "kv_heads"
+        if sharder.kv_repeat > 1:  # fewer KV heads than tensor shards: each shard keeps the one its queries use
+            k, v = (jnp.repeat(a, sharder.kv_repeat, axis=2) for a in (k, v))
+            kv_name = "heads"
+        q = sharder.activation(q, "batch", "seq", "heads", "head_dim")
+        return q, *(sharder.activation(a, "batch", "seq", kv_name, "head_dim") for a in (k, v))
+
+
+class Side(NamedTuple):
+    """What every layer needs besides the residual stream; rows as in the batch.
+
+    cos, sin float32 [kind, B, T, R] (None without rotary positions); segment_ids int32 [B, T] or None;
+    row_keys typed keys [B] for dropout, None in evaluation.
+    """
+
+    cos: jax.Array | None = None
+    sin: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+    row_keys: jax.Array | None = None

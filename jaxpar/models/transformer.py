@@ -1,0 +1,205 @@
+"""The decoder: embedding, a stack of blocks, head and loss. Every family is a configuration of it.
+
+The plain forward is `embed`, the blocks, `head_loss`, in this order; a pipeline builds its stages from the same
+three. A model is a plain pytree: jit, scan, grad and checkpoint apply to it directly.
+Dims: B batch, T sequence, D embed, V vocabulary (padded), L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar.config import LossConfig, ModelConfig
+from jaxpar.models import rope
+from jaxpar.models.attention import Attention, Side
+from jaxpar.models.layers import Mlp, Norm, dropout, normal
+from jaxpar.models.loss import Sums, cross_entropy
+from jaxpar.models.sharder import UNSHARDED, Sharder
+from jaxpar.precision import Precision
+
+Batch = Mapping[str, jax.Array]
+Traits = dict[str, jax.Array]  # what differs between layers: index, rope kind, window
+SITES = {"embed": 0, "attention": 1, "mlp": 2}  # where dropout acts; salts of its keys
+
+
+class Block(nnx.Module):
+    """One layer, (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, remat: str = "none") -> None:
+        self.config = config
+        width = (config.embed_dim,), ("embed",)
+        before, after = config.norm_placement != "post", config.norm_placement != "pre"
+        self.attention_norm = Norm(config, *width) if before else None
+        self.attention = Attention(config, precision.compute, rngs, recompute=remat == "attention")
+        self.attention_post_norm = Norm(config, *width) if after else None
+        self.mlp_norm = Norm(config, *width) if before else None
+        self.mlp = Mlp(config, precision.compute, rngs)
+        self.mlp_post_norm = Norm(config, *width) if after else None
+
+    def __call__(self, x: jax.Array, side: Side, sharder: Sharder, traits: Traits) -> tuple[jax.Array, dict]:
+        attended = self._branch("attention", x, side, sharder, traits)
+        stream = x + attended
+        fed = self._branch("mlp", x if self.config.parallel_residual else stream, side, sharder, traits)
+        return sharder.activation(stream + fed, "batch", "residual_seq", "embed"), {}
+
+    def _branch(self, name: str, x: jax.Array, side: Side, sharder: Sharder, traits: Traits) -> jax.Array:
+        """Norm, sub-layer, norm, dropout; the sub-layer sees the whole sequence of its context shard."""
+        norm, post_norm = getattr(self, f"{name}_norm"), getattr(self, f"{name}_post_norm")
+        x = x if norm is None else norm(x)
+        x = sharder.activation(x, "batch", "seq", "embed")
+        y = self.attention(x, side, sharder, traits) if name == "attention" else self.mlp(x, sharder)
+        y = sharder.activation(y, "batch", "residual_seq", "embed")
+        y = y if post_norm is None else post_norm(y)
+        return dropout(y, side.row_keys, self.config.dropout, traits["index"], SITES[name])
+
+
+class Transformer(nnx.Module):
+    """Decoder-only language model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        rngs: nnx.Rngs,
+        *,
+        loss: LossConfig = LossConfig(),  # noqa: B008 (frozen)
+        remat: str = "none",
+    ) -> None:
+        D, V = config.embed_dim, config.padded_vocab
+        self.config, self.precision, self.loss, self.remat = config, precision, loss, remat
+        self.embedding = _without_padding(normal(rngs, (V, D), ("vocab", "embed"), config.init_std), config, 0)
+        rows = config.max_position or 0
+        self.positions = (
+            normal(rngs, (rows, D), ("position", "embed"), config.init_std / 2)  # half, as GPT-2 does
+            if config.positions == "learned"
+            else None
+        )
+        stack = nnx.vmap(
+            lambda layer_rngs: Block(config, precision, layer_rngs, remat=remat),
+            transform_metadata={nnx.PARTITION_NAME: "layer", "axes": "layer"},
+        )
+        self.blocks = stack(rngs.split(config.num_layers))  # every leaf gains a leading "layer" dim
+        self.final_norm = Norm(config, (D,), ("embed",))
+        self.head = (
+            None
+            if config.tied
+            else _without_padding(normal(rngs, (D, V), ("embed", "vocab"), config.init_std), config, 1)
+        )
+
+    def embed(self, batch: Batch, sharder: Sharder = UNSHARDED, row_keys: jax.Array | None = None) -> jax.Array:
+        """Tokens int32 [B, T] -> residual stream [B, T, D] in the compute dtype."""
+        tokens = sharder.activation(batch["tokens"], "batch", "seq")
+        parts = sharder.weights({"table": self.embedding, "positions": self.positions})
+        x = parts["table"][...].astype(self.precision.compute)[tokens]
+        if self.config.embed_scale is not None:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        if parts["positions"] is not None:
+            x = x + parts["positions"][...].astype(self.precision.compute)[batch["positions"]]
+        x = sharder.activation(x, "batch", "residual_seq", "embed")
+        return dropout(x, row_keys, self.config.dropout, self.config.num_layers, SITES["embed"])
+
+    def side(self, batch: Batch, row_keys: jax.Array | None = None) -> Side:
+        """What the blocks need of the batch besides the stream."""
+        cos = sin = None
+        if self.config.positions == "rope":
+            cos, sin = rope.tables(self.config, self.config.head_size, batch["positions"])
+        return Side(cos, sin, batch.get("segment_ids"), row_keys)
+
+    def layer_traits(self) -> dict[str, np.ndarray]:
+        """What differs between layers, as arrays [L] to scan along with the blocks."""
+        L = self.config.num_layers
+        traits = {"index": np.arange(L, dtype=np.int32)}
+        kinds = rope.layer_kinds(self.config)
+        if self.config.positions == "rope" and kinds.any():
+            traits["rope"] = kinds
+        if self.config.window is not None and not all(self.config.window_pattern):
+            local = np.resize(np.array(self.config.window_pattern), L)
+            traits["window"] = np.where(local, self.config.window, np.iinfo(np.int32).max).astype(np.int32)
+        return traits
+
+    def run_blocks(
+        self, blocks: Block, traits: Mapping[str, np.ndarray | jax.Array], x: jax.Array, side: Side, sharder: Sharder
+    ) -> tuple[jax.Array, dict]:
+        """Run a stack of blocks (all, or one pipeline chunk) over x [B, T, D]; auxiliary sums are added up."""
+
+        def layer(x: jax.Array, block: Block, traits: Traits) -> tuple[jax.Array, dict]:
+            return sharder.weights(block)(x, side, sharder, traits)
+
+        layer = checkpointed(layer, self.remat)
+        if self.config.scan_layers:
+            body = lambda x, xs: layer(x, *xs)  # noqa: E731
+            x, aux = jax.lax.scan(body, x, (blocks, dict(traits)))
+            return x, jax.tree.map(lambda a: a.sum(0), aux)
+        total: dict = {}
+        for i in range(len(traits["index"])):
+            block, own = jax.tree.map(lambda a, i=i: a[i], (blocks, dict(traits)))
+            x, aux = layer(x, block, own)
+            total = jax.tree.map(jnp.add, total, aux) if total else aux
+        return x, total
+
+    def hidden(
+        self, batch: Batch, sharder: Sharder = UNSHARDED, row_keys: jax.Array | None = None
+    ) -> tuple[jax.Array, dict]:
+        """Tokens [B, T] -> stream after the last block [B, T, D], auxiliary sums."""
+        x = self.embed(batch, sharder, row_keys)
+        return self.run_blocks(self.blocks, self.layer_traits(), x, self.side(batch, row_keys), sharder)
+
+    def logits_of(self, x: jax.Array, sharder: Sharder = UNSHARDED) -> jax.Array:
+        """X [B, T, D] -> float32 logits [B, T, V]; padded vocabulary rows are hugely negative."""
+        parts = sharder.weights({"norm": self.final_norm, "table": self.embedding if self.config.tied else self.head})
+        x = sharder.activation(parts["norm"](x), "batch", "seq", "embed")
+        table = parts["table"][...].astype(self.precision.compute)
+        spec = "BTD,VD->BTV" if self.config.tied else "BTD,DV->BTV"
+        logits = jnp.einsum(spec, x, table, preferred_element_type=jnp.float32)
+        logits = sharder.activation(logits, "batch", "seq", "vocab")
+        if (cap := self.config.logit_soft_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return _mask_padding(logits, self.config)
+
+    def head_loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array, sharder: Sharder = UNSHARDED) -> Sums:
+        """Sums over tokens of x [B, T, D]: weighted cross entropy, weights, auxiliary losses."""
+        return cross_entropy(
+            lambda part: self.logits_of(part, sharder), x, targets, weights, self.loss, self.config.true_vocab
+        )
+
+    def logits(self, batch: Batch, sharder: Sharder = UNSHARDED) -> jax.Array:
+        """float32 logits [B, T, V] of a batch, without dropout."""
+        return self.logits_of(self.hidden(batch, sharder)[0], sharder)
+
+    def __call__(self, batch: Batch, sharder: Sharder = UNSHARDED, row_keys: jax.Array | None = None) -> Sums:
+        """Loss sums of a batch."""
+        x, aux = self.hidden(batch, sharder, row_keys)
+        sums = self.head_loss(x, batch["targets"], batch["weights"], sharder)
+        return sums.with_aux(aux)
+
+
+def checkpointed(layer: Callable, policy: str) -> Callable:
+    """`layer` with recomputation in the backward pass by a named policy.
+
+    none: store everything. dots: store the outputs of matmuls with weights. attention: as none, but `Attention`
+    recomputes its scores. full: store only the layer's input.
+    """
+    if policy in ("none", "attention"):
+        return layer
+    if policy == "full":
+        return jax.checkpoint(layer, prevent_cse=False)
+    assert policy == "dots", policy
+    return jax.checkpoint(layer, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+
+
+def _without_padding(table: nnx.Param, config: ModelConfig, dim: int) -> nnx.Param:
+    """The table with zeros in the rows that only pad the vocabulary."""
+    rows = jax.lax.broadcasted_iota(jnp.int32, table.shape, dim)
+    return table.replace(jnp.where(rows < config.true_vocab, table[...], 0.0))
+
+
+def _mask_padding(logits: jax.Array, config: ModelConfig) -> jax.Array:
+    if config.padded_vocab == config.true_vocab:
+        return logits
+    columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(columns < config.true_vocab, logits, -1e30)  # finite: inf - inf is nan in a gradient
