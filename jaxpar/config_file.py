@@ -120,7 +120,7 @@ def to_json(config: Config) -> str:
 
 
 @functools.cache
-def keys() -> dict[str, Any]:
+def known_keys() -> dict[str, Any]:
     """Every dotted key with its annotation, in the order of config.py."""
     return dict(_walk(Config, ""))
 
@@ -134,7 +134,7 @@ def _walk(section: type, prefix: str) -> Iterable[tuple[str, Any]]:
 
 
 def _sections() -> set[str]:
-    return {key[:dot] for key in keys() for dot in range(len(key)) if key[dot] == "."}
+    return {key[:dot] for key in known_keys() for dot in range(len(key)) if key[dot] == "."}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def _flatten(
                 _flatten(inner, f"{key}.", place, settings, problems)
             else:
                 problems.append(f"{place}{key}: is a section of settings, got {value!r}, wanted a dict")
-        elif key in keys():
+        elif key in known_keys():
             settings[key] = _Setting(value, place)
         else:
             problems.append(f"{place}{key}: no such setting; {suggest(key)}")
@@ -246,10 +246,10 @@ def _override_settings(overrides: Iterable[str] | Mapping[str, Any], problems: l
         overrides = (overrides,)
     pairs = overrides.items() if isinstance(overrides, Mapping) else (item.partition("=")[::2] for item in overrides)
     for key, value in pairs:
-        if key in keys():
+        if key in known_keys():
             settings[key] = _Setting(value, COMMAND_LINE)
         elif key in _sections():
-            example = next(known for known in keys() if known.startswith(f"{key}."))
+            example = next(known for known in known_keys() if known.startswith(f"{key}."))
             problems.append(f"{COMMAND_LINE}{key}: is a section; set its keys one by one, such as {example}=...")
         else:
             problems.append(f"{COMMAND_LINE}{key}: no such setting; {suggest(key)}")
@@ -261,7 +261,7 @@ def _converted(settings: Mapping[str, _Setting], problems: list[str]) -> dict[st
     for key, setting in settings.items():
         wrong: list[str] = []
         with collect(wrong):
-            values[key] = convert(setting.value, keys()[key])
+            values[key] = convert(setting.value, known_keys()[key])
         problems.extend(f"{setting.place}{key}: {problem}" for problem in wrong)
     return values
 
@@ -284,7 +284,7 @@ def _replaced(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 def suggest(key: str) -> str:
     """What an unknown dotted key most likely meant: spelling, another section, or another system's name."""
-    known = [*keys(), *sorted(_sections())]
+    known = [*known_keys(), *sorted(_sections())]
     # "numLayers" and "num-layers" are num_layers.
     wanted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).replace("-", "_").lower()
     section, _, name = wanted.rpartition(".")
