@@ -95,7 +95,7 @@ def test_exit_codes_and_streams(tmp_path: Path):
     assert (fine.returncode, fine.stdout, fine.stderr) == (0, "5 8 w False\n", "")
     mistake = run(tmp_path, "--config.step=5")
     assert (mistake.returncode, mistake.stdout) == (2, "")
-    assert mistake.stderr == "script.py: error: --config.step: no such setting; did you mean steps or seed?\n"
+    assert mistake.stderr == "script.py: error: --config.step: no such setting; did you mean steps?\n"
     interrupted = run(tmp_path, "--config.steps=13")
     assert (interrupted.returncode, interrupted.stderr) == (130, "script.py: interrupted\n")
     bug = run(tmp_path, "--config.steps=14")
