@@ -44,7 +44,16 @@ def matmul_time_s(
 ) -> float:
     """Seconds of a matmul; small dims reach less of the peak."""
     if attention:
-        return flops / (gpu.peak_flops_per_s("bf16") * assumed.attention_efficiency)
+        return flops / (gpu.bf16_flops_per_s * assumed.attention_efficiency)
     best = assumed.fp8_efficiency if dtype.startswith("f8") else assumed.matmul_efficiency
     reached = best * smallest_dim / (smallest_dim + assumed.matmul_half_size)
     return flops / (gpu.peak_flops_per_s(dtype) * reached)
+
+
+def exposed_time_s(communication_s: float, compute_s: float, assumed: Assumptions) -> float:
+    """What communication adds to a step when it runs beside `compute_s`: what sticks out, and the slowdown it causes.
+
+    Collective kernels take multiprocessors and memory bandwidth from the matmuls they run beside.
+    """
+    hidden = min(communication_s, assumed.overlap * compute_s)
+    return communication_s - hidden + assumed.overlap_cost * hidden

@@ -1,0 +1,290 @@
+"""The model and its layout reduced to the numbers that memory and speed depend on.
+
+`ModelShape` and `Layout` come from a run's config, or are written by hand to describe runs of other systems. The
+table of parameters here mirrors the models: the dry run checks its byte counts against the compiled program's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jaxpar.config import Config
+
+BATCH_AXES = ("replica", "data", "expert")
+ZERO_AXES = ("data", "context")  # ZeRO splits state over these
+OPTIMIZER_FLOATS = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}  # float32 per parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter of one layer, or of the model outside its layers."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    in_layer: bool = True
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder. `vocab` is the padded one; `positions` is 0 without a learned table."""
+
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab: int
+    seq_len: int
+    tied: bool = False
+    gated: bool = True
+    positions: int = 0
+    layer_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    norms_per_layer: int = 2
+    qk_norm: str = "none"
+    window: int | None = None
+    windowed_share: float = 0.0  # share of the layers whose attention has the window
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    num_shared: int = 0
+    first_dense: int = 0
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Weight matrices of one MLP."""
+        return 3 if self.gated else 2
+
+    def leaves(self, *, moe: bool | None = None) -> tuple[Leaf, ...]:
+        """Every parameter, those of a layer once; `moe` chooses between the two kinds of layer."""
+        D, H, G, K, V = self.embed_dim, self.num_heads, self.kv_heads, self.head_dim, self.vocab
+        moe = self.num_experts > 0 if moe is None else moe
+        out = [
+            Leaf("embedding", (V, D), ("vocab", "embed"), False),
+            Leaf("final_norm", (D,), ("embed",), False),
+            Leaf("q", (D, H, K), ("embed", "heads", "head_dim")),
+            Leaf("k", (D, G, K), ("embed", "kv_heads", "head_dim")),
+            Leaf("v", (D, G, K), ("embed", "kv_heads", "head_dim")),
+            Leaf("out", (H, K, D), ("heads", "head_dim", "embed")),
+        ]
+        norms = 2 if self.layer_norm else 1  # scale, and bias
+        out += [Leaf(f"norm{i}", (D,), ("embed",)) for i in range(self.norms_per_layer * norms)]
+        if self.layer_norm:
+            out.append(Leaf("final_norm_bias", (D,), ("embed",), False))
+        if self.positions:
+            out.append(Leaf("positions", (self.positions, D), ("position", "embed"), False))
+        if not self.tied:
+            out.append(Leaf("head", (D, V), ("embed", "vocab"), False))
+        if self.qkv_bias:
+            out.append(Leaf("q_bias", (H, K), ("heads", "head_dim")))
+            out += [Leaf(f"{name}_bias", (G, K), ("kv_heads", "head_dim")) for name in "kv"]
+        if self.out_bias:
+            out.append(Leaf("out_bias", (D,), ("embed",)))
+        if self.qk_norm == "head":
+            out += [Leaf(f"{name}_norm", (K,), ("head_dim",)) for name in "qk" for _ in range(norms)]
+        elif self.qk_norm == "full":
+            out += [Leaf("q_norm", (H, K), ("heads", "head_dim")) for _ in range(norms)]
+            out += [Leaf("k_norm", (G, K), ("kv_heads", "head_dim")) for _ in range(norms)]
+        return tuple(out) + (self._expert_leaves() if moe else self._mlp_leaves(self.mlp_dim))
+
+    def _mlp_leaves(self, width: int, prefix: str = "") -> tuple[Leaf, ...]:
+        D = self.embed_dim
+        into = ("gate", "up") if self.gated else ("up",)
+        out = [Leaf(prefix + name, (D, width), ("embed", "mlp")) for name in into]
+        out.append(Leaf(prefix + "down", (width, D), ("mlp", "embed")))
+        if self.mlp_bias:
+            out += [Leaf(f"{prefix}{name}_bias", (width,), ("mlp",)) for name in into]
+            out.append(Leaf(prefix + "down_bias", (D,), ("embed",)))
+        return tuple(out)
+
+    def _expert_leaves(self) -> tuple[Leaf, ...]:
+        D, E, F = self.embed_dim, self.num_experts, self.expert_dim
+        into = ("gate", "up") if self.gated else ("up",)
+        out = [Leaf("router", (D, E), ("embed", "experts"))]
+        out += [Leaf(f"expert_{name}", (E, D, F), ("expert", "embed", "mlp")) for name in into]
+        out.append(Leaf("expert_down", (E, F, D), ("expert", "mlp", "embed")))
+        if self.num_shared:
+            out += self._mlp_leaves(self.num_shared * F, "shared_")
+        return tuple(out)
+
+    def num_parameters(self) -> int:
+        """All parameters."""
+        dense = self.first_dense if self.num_experts else self.num_layers
+        outside = sum(leaf.size for leaf in self.leaves() if not leaf.in_layer)
+        moe_layer = sum(leaf.size for leaf in self.leaves() if leaf.in_layer)
+        dense_layer = sum(leaf.size for leaf in self.leaves(moe=False) if leaf.in_layer)
+        return outside + dense * dense_layer + (self.num_layers - dense) * moe_layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the model is spread and a step is cut."""
+
+    stage: int = 1
+    replica: int = 1
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    microbatch_rows: int = 1  # rows of one batch shard in one pass
+    num_microbatches: int = 1  # passes per step: pipeline microbatches, or accumulation
+    schedule: str = "fused"
+    chunks: int = 1
+    remat: str = "none"  # of config.py; "qkv" and "qkv_out" (keep only these outputs) describe other systems
+    precision: str = "bf16"
+    fused_attention: bool = True
+    optimizer_floats: float = 2
+    gradient_bytes: int = 4  # of one element in a gradient collective
+    loss_chunk_tokens: int | None = None
+    eager: bool = False  # elementwise operations are not fused by a compiler (runs of other systems)
+    first_flash: bool = False  # attention is a first-generation flash kernel (runs of other systems)
+    head_on_last_stage: bool = False  # True: the head is extra work of the last stage alone
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axes, outermost first."""
+        axes = ("stage", "replica", "data", "expert", "context", "tensor")
+        return {axis: getattr(self, axis) for axis in axes}
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts the global batch is split into."""
+        return self.replica * self.data * self.expert
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one step."""
+        return self.batch_shards * self.microbatch_rows * self.num_microbatches
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an activation element."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def matmul_dtype(self) -> str:
+        """HLO name of the dtype of matmul operands."""
+        return {"float32": "f32", "fp16": "f16", "fp8": "f8e4m3fn"}.get(self.precision, "bf16")
+
+
+def group_span(sizes: Mapping[str, int], axes: tuple[str, ...], gpus_per_node: int) -> tuple[int, int]:
+    """(nodes, members per node) of a group over `axes` of a mesh laid out row by row on nodes."""
+    members = [0]
+    names = list(sizes)
+    for axis in axes:
+        stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
+        members = [base + step * stride for base in members for step in range(sizes[axis])]
+    nodes = len({member // gpus_per_node for member in members})
+    return nodes, max(1, round(len(members) / nodes))
+
+
+def model_shape(config: Config) -> ModelShape:
+    """The sizes of a config's model; its vocabulary must be known."""
+    model = config.model
+    assert model.vocab_size is not None, "the config's vocabulary size must be filled in first"
+    vocab = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
+    learned = (model.max_position or config.seq_len) if model.positions == "learned" else 0
+    pattern = model.window_pattern
+    windowed = 0.0
+    if model.window is not None and model.window < config.seq_len:
+        windowed = sum(pattern[i % len(pattern)] for i in range(model.num_layers)) / model.num_layers
+    moe = model.moe
+    return ModelShape(
+        num_layers=model.num_layers,
+        embed_dim=model.embed_dim,
+        num_heads=model.num_heads,
+        kv_heads=model.num_kv_heads or model.num_heads,
+        head_dim=model.head_dim or model.embed_dim // model.num_heads,
+        mlp_dim=model.mlp_dim,
+        vocab=vocab,
+        seq_len=config.seq_len,
+        tied=model.tied,
+        gated=model.gated,
+        positions=learned,
+        layer_norm=model.norm == "layer",
+        qkv_bias=model.qkv_bias,
+        out_bias=model.out_bias,
+        mlp_bias=model.mlp_bias,
+        norms_per_layer=4 if model.norm_placement == "both" else 2,
+        qk_norm=model.qk_norm,
+        window=model.window,
+        windowed_share=windowed,
+        num_experts=moe.num_experts,
+        experts_per_token=moe.experts_per_token if moe.num_experts else 0,
+        expert_dim=(moe.expert_dim or model.mlp_dim) if moe.num_experts else 0,
+        num_shared=moe.num_shared if moe.num_experts else 0,
+        first_dense=moe.first_dense if moe.num_experts else 0,
+    )
+
+
+def can_fuse_attention(config: Config) -> bool:
+    """Whether the attention of this config has a cuDNN kernel on a GPU."""
+    model = config.model
+    head_dim = model.head_dim or model.embed_dim // model.num_heads
+    return (
+        model.attention != "xla"
+        and config.precision in ("bf16", "fp16", "fp8")
+        and model.attention_soft_cap is None
+        and head_dim % 8 == 0
+        and head_dim <= 128
+    )
+
+
+def layout_of(config: Config, num_gpus: int) -> Layout:
+    """The layout of a config on `num_gpus`; a degree of -1 takes what is left.
+
+    Raises:
+        UserError: the degrees do not fit the GPUs, or the batch does not divide.
+    """
+    from jaxpar.mesh import degrees
+
+    sizes = degrees(config.parallel, num_gpus)
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+    stage = sizes["stage"]
+    passes = config.accumulation
+    if stage > 1:
+        passes = config.pipeline.microbatches or 2 * stage
+    rows = config.global_batch / shards / passes
+    from jaxpar.errors import UserError
+
+    if rows != int(rows) or rows < 1:
+        knob = "pipeline.microbatches" if stage > 1 else "accumulation"
+        smallest = shards * passes
+        better = max(1, round(config.global_batch / smallest)) * smallest
+        raise UserError(
+            f"global_batch = {config.global_batch} does not split over replica x data x expert = {shards} with "
+            f"{knob} = {passes}; a multiple of {smallest} would, such as {better}"
+        )
+    schedule = config.pipeline.schedule
+    return Layout(
+        **sizes,
+        zero=config.parallel.zero,
+        sequence_parallel=config.parallel.sequence_parallel,
+        microbatch_rows=int(rows),
+        num_microbatches=passes,
+        schedule="fused" if schedule == "auto" else schedule,
+        chunks=config.pipeline.chunks,
+        remat=config.remat,
+        precision=config.precision,
+        fused_attention=can_fuse_attention(config),
+        optimizer_floats=OPTIMIZER_FLOATS[config.optimizer.name],
+        loss_chunk_tokens=config.loss.chunk_tokens,
+    )
