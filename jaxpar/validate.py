@@ -74,11 +74,6 @@ def resolved_degrees(parallel: ParallelConfig, num_devices: int) -> dict[str, in
     return {axis: size for axis, size in sizes.items() if size is not None}
 
 
-def head_dim(config: Config) -> int:
-    """Width of one attention head."""
-    return config.model.head_dim or config.model.embed_dim // config.model.num_heads
-
-
 def microbatches(config: Config) -> int:
     """Microbatches of the pipeline schedule; 1 without a pipeline."""
     if config.parallel.stage == 1:
@@ -205,7 +200,7 @@ def _width(config: Config, sizes: Sizes) -> Iterator[str]:
 
 def _attention(config: Config, sizes: Sizes) -> Iterator[str]:
     model, tensor = config.model, sizes["tensor"] or 1
-    heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
+    heads, kv_heads = model.num_heads, model.kv_heads
     yield from _indivisible("model.num_heads", heads, tensor, f"parallel.tensor = {tensor}", "tensor")
     if heads % kv_heads:
         divisors = [count for count in range(1, heads + 1) if heads % count == 0]
@@ -223,7 +218,7 @@ def _attention(config: Config, sizes: Sizes) -> Iterator[str]:
             "or set model.head_dim"
         )
     elif model.positions == "rope":
-        width, fraction = head_dim(config), model.rope.fraction
+        width, fraction = model.head_size, model.rope.fraction
         rotated = int(width * fraction)
         if rotated < 2 or rotated % 2:
             least = max(rotated, 2)
