@@ -183,6 +183,8 @@ class DataConfig:
     files: tuple[str, ...] = ()  # globs; text, .jsonl, .parquet, each also .gz or .zst; or token files
     text_key: str = "text"  # of JSONL and Parquet rows
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer file
+    bos_token: str | None = None  # text of the start token, where the tokenizer file does not tell
+    eos_token: str | None = None  # text of the end token, likewise
     raw_dtype: Literal["uint16", "uint32"] | None = None  # source "raw": the width of the headerless file
     add_bos: bool = False
     add_eos: bool = True
@@ -211,6 +213,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     strict: bool = False  # True: a damaged newest step refuses instead of falling back to an older one
     cast: bool = False  # True: stored arrays of another float type are cast on restore
+    max_failed_saves: int = 2  # in a row; then the run stops with exit code 75
 
 
 @dataclasses.dataclass(frozen=True)

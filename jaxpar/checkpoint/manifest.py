@@ -1,0 +1,171 @@
+"""The manifest of a checkpoint: what it holds, and how to tell that it is whole.
+
+`manifest.json` is written last. It lists every array (shape, dtype, checksum) and every other file of the folder
+(size, and CRC-32 where the file is small), and carries a CRC-32 of itself. A folder without a valid manifest is no
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+FORMAT = 1
+_SMALL_FILE_BYTES = 4 * 2**20  # indices and metadata; the arrays in larger files have checksums of their own
+
+
+class DamagedError(Exception):
+    """The folder is not what was saved; the message says what is wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Arrays by name, and files by path relative to the folder with (bytes, CRC-32 or None)."""
+
+    step: int
+    arrays: dict[str, Entry]
+    files: dict[str, tuple[int, int | None]]
+
+
+def describe(step: int, folder: Path, named: Mapping[str, Any], checksums: Mapping[str, int]) -> Manifest:
+    """The manifest of a finished folder and the arrays that were written there."""
+    arrays = {n: Entry(tuple(map(int, a.shape)), str(a.dtype), checksums[n]) for n, a in named.items()}
+    return Manifest(step, arrays, {str(f.relative_to(folder)): _fingerprint(f) for f in _files(folder)})
+
+
+def write(manifest: Manifest, folder: Path) -> None:
+    """Write `manifest.json` after everything else in the folder has reached the disk."""
+    for file in _files(folder):
+        _flush(file)
+    body = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "arrays": {name: dataclasses.asdict(entry) for name, entry in sorted(manifest.arrays.items())},
+        "files": dict(sorted(manifest.files.items())),
+    }
+    path = folder / NAME
+    path.write_text(json.dumps({"crc32": _crc(body), **body}, indent=1))
+    _flush(path)
+    for directory in {file.parent for file in _files(folder)}:
+        _flush(directory)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of `folder`; raise `DamagedError` when it is absent or damaged."""
+    try:
+        body = json.loads((folder / NAME).read_text())
+        crc32 = body.pop("crc32")
+        if body["format"] != FORMAT:
+            raise DamagedError(f"{NAME} has format {body['format']}, this version reads {FORMAT}")
+        if _crc(body) != crc32:
+            raise DamagedError(f"{NAME} was changed after the save")
+    except FileNotFoundError:
+        raise DamagedError(f"{NAME} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{NAME} cannot be read ({error})") from None
+    arrays = {n: Entry(tuple(e["shape"]), e["dtype"], e["checksum"]) for n, e in body["arrays"].items()}
+    return Manifest(body["step"], arrays, {name: tuple(value) for name, value in body["files"].items()})
+
+
+def check_files(manifest: Manifest, folder: Path) -> None:
+    """Raise `DamagedError` naming the files that are missing, cut short or changed (small files only)."""
+    problems = []
+    for name, (size, crc32) in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"file {name} is missing")
+        elif path.stat().st_size != size:
+            problems.append(f"file {name} has {path.stat().st_size} bytes, the save wrote {size}")
+        elif crc32 is not None and zlib.crc32(path.read_bytes()) != crc32:
+            problems.append(f"file {name} was changed after the save")
+    if problems:
+        raise DamagedError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
+
+
+def check_arrays(manifest: Manifest, checksums: Mapping[str, int]) -> None:
+    """Raise `DamagedError` naming the arrays whose restored bytes are not those that were saved."""
+    wrong = [name for name, value in checksums.items() if manifest.arrays[name].checksum != value]
+    if wrong:
+        names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise DamagedError(f"the bytes of {names} changed after the save (checksum differs)")
+
+
+def differences(
+    manifest: Manifest, wanted: Mapping[str, Any], *, subset: bool, cast: bool
+) -> list[tuple[str, str, str]]:
+    """Rows (array, in the checkpoint, in this run) for everything that does not fit.
+
+    `subset`: arrays that the run does not ask for are no difference. `cast`: nor is another float type.
+    """
+    import jax.numpy as jnp
+
+    rows = []
+    for name in [*wanted, *(name for name in manifest.arrays if name not in wanted)]:
+        stored, target = manifest.arrays.get(name), wanted.get(name)
+        if target is None:
+            if not subset:
+                rows.append((name, _text(stored), "-"))
+            continue
+        dtype = jnp.dtype(target.dtype)
+        if stored is None:
+            rows.append((name, "-", _text(Entry(target.shape, str(dtype), 0))))
+            continue
+        castable = cast and _is_float(stored.dtype) and _is_float(dtype)
+        if stored.shape != tuple(target.shape) or (stored.dtype != str(dtype) and not castable):
+            rows.append((name, _text(stored), _text(Entry(target.shape, str(dtype), 0))))
+    return rows
+
+
+def table(rows: list[tuple[str, str, str]], *, limit: int = 40) -> str:
+    """Rows as aligned text with a header."""
+    shown = [("array", "checkpoint", "this run"), *rows[:limit]]
+    widths = [max(len(row[i]) for row in shown) for i in range(3)]
+    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in shown]
+    return "\n".join(lines + ([f"  ... and {len(rows) - limit} more"] if len(rows) > limit else []))
+
+
+def _is_float(dtype: Any) -> bool:
+    import jax.numpy as jnp
+
+    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+
+
+def _text(entry: Entry | None) -> str:
+    assert entry is not None
+    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
+
+
+def _fingerprint(path: Path) -> tuple[int, int | None]:
+    size = path.stat().st_size
+    return size, zlib.crc32(path.read_bytes()) if size <= _SMALL_FILE_BYTES else None
+
+
+def _crc(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

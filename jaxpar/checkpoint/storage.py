@@ -1,0 +1,87 @@
+"""Orbax, narrowed to what a checkpoint needs: write named arrays in the background, read them into shardings.
+
+Arrays go into one OCDBT store, uncompressed: on noise-like float32 compression saves a few percent of the space for
+several times the time and memory. Orbax neither checks the bytes nor names a parameter whose shape differs, so
+`manifest` does both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpar.tree import named_leaves, nested
+
+# What Orbax and TensorStore raise for a disk that is full, read-only or damaged. JaxRuntimeError is a RuntimeError.
+STORAGE_ERRORS = (ValueError, OSError, KeyError, TypeError, RuntimeError)
+# A process that died cannot reach the barrier at the end of a save; the others stop waiting after this long.
+BARRIER_TIMEOUT_S = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingWrite:
+    """A write that goes on in the background."""
+
+    checkpointer: Any
+
+    def wait(self) -> None:
+        """Return once every process has written its shards; raise one of `STORAGE_ERRORS` if it failed."""
+        try:
+            self.checkpointer.wait_until_finished()
+        finally:
+            self.checkpointer.close()
+
+
+def start_write(path: Path, named: Mapping[str, Any]) -> PendingWrite:
+    """Copy the arrays to host memory, then write them to the new folder `path` in the background.
+
+    The caller may donate the arrays as soon as this returns. A checkpointer serves one save: after a failure Orbax
+    raises the old error once more on the next save, so none is kept.
+    """
+    import orbax.checkpoint as ocp
+
+    checkpointer = ocp.AsyncCheckpointer(
+        _handler(), async_options=ocp.options.AsyncOptions(timeout_secs=BARRIER_TIMEOUT_S)
+    )
+    checkpointer.save(path, args=ocp.args.PyTreeSave(nested(named)))
+    return PendingWrite(checkpointer)
+
+
+def read(path: Path, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the arrays that `named` asks for; raise one of `STORAGE_ERRORS` if that fails.
+
+    A value is a `jax.ShapeDtypeStruct` with a sharding, and becomes a jax array that is born sharded, or one without,
+    and becomes a NumPy array.
+    """
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    def restore_args(leaf: Any) -> Any:
+        if leaf.sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+    tree = nested(named)
+    args = ocp.args.PyTreeRestore(tree, restore_args=jax.tree.map(restore_args, tree), partial_restore=True)
+    # The handler itself, not a Checkpointer: that one waits for all processes, for ever if one cannot read.
+    return named_leaves(_handler().restore(path, args=args))
+
+
+def _handler() -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+
+
+def reason(error: Exception) -> str:
+    """One line that says why a read or write failed."""
+    text = str(error)
+    if "No space left on device" in text or "RESOURCE_EXHAUSTED" in text:
+        return "the disk is full (no space left on device)"
+    if "Read-only file system" in text:
+        return "the file system is read-only"
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
