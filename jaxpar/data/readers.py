@@ -1,0 +1,108 @@
+"""Stores by the name of a source: the standard library, text files, token sets, Megatron and headerless files."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.config import DataConfig
+from jaxpar.data import sources
+from jaxpar.data.build import Recipe, build_token_set, files_identity
+from jaxpar.data.cache import cached
+from jaxpar.data.store import TokenStore, join_stores, open_store
+from jaxpar.data.tokenizers import Tokenizer, load_tokenizer
+from jaxpar.errors import UserError, raise_together
+
+log = logging.getLogger(__name__)
+
+
+def tokenizer_of(settings: DataConfig) -> Tokenizer | None:
+    """The tokenizer of the config; None where the default is set and the tokens were made elsewhere."""
+    kinds = {source.source for source in settings.sources} if settings.source == "mixture" else {settings.source}
+    if settings.tokenizer == "bytes" and not kinds & {"python_stdlib", "files"}:
+        return None
+    return load_tokenizer(settings.tokenizer, bos_token=settings.bos_token, eos_token=settings.eos_token)
+
+
+def open_source(
+    kind: str,
+    files: Sequence[str],
+    settings: DataConfig,
+    cache_dir: Path,
+    tokenizer: Tokenizer | None,
+    key: str,
+) -> TokenStore:
+    """The store of one source."""
+    if kind in ("python_stdlib", "files"):
+        assert tokenizer is not None
+        paths = _text_files(kind, files, key)
+        return _tokenized(paths, settings, cache_dir, tokenizer)
+    if kind == "tokens":
+        return join_stores([open_store(folder) for folder in _token_sets(files, key)], f"{key}")
+    raise UserError(f"{key}: unknown source {kind!r}")
+
+
+def store_tokenizer(store: TokenStore, tokenizer: Tokenizer | None, settings: DataConfig) -> Tokenizer | None:
+    """The tokenizer of a run once `store` is known; refuses a store that was written with another one."""
+    if store.tokenizer_sha256 is None:
+        return tokenizer
+    if tokenizer is None:
+        byte_tokenizer = load_tokenizer("bytes")
+        return byte_tokenizer if store.tokenizer_sha256 == byte_tokenizer.sha256 else None
+    if store.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(
+            f"{store.name}: was written with another tokenizer than {tokenizer.name}; set data.tokenizer to the one it"
+            " was written with, or write the tokens again"
+        )
+    return tokenizer
+
+
+def _text_files(kind: str, files: Sequence[str], key: str) -> list[Path]:
+    if kind == "files":
+        return sources.expand_files(files, key)
+    paths, skipped = sources.stdlib_files()
+    if skipped:
+        log.info("python_stdlib: %d files left out, they are not UTF-8 text", skipped)
+    return paths
+
+
+def _tokenized(paths: list[Path], settings: DataConfig, cache_dir: Path, tokenizer: Tokenizer) -> TokenStore:
+    """The token set of text files, from the cache where nothing changed."""
+    recipe = Recipe(
+        tokenizer=settings.tokenizer,
+        bos_token=settings.bos_token,
+        eos_token=settings.eos_token,
+        add_bos=settings.add_bos,
+        add_eos=settings.add_eos,
+        text_key=settings.text_key,
+    )
+    identity = files_identity(paths, recipe, tokenizer)
+
+    def build(folder: Path) -> None:
+        counts = build_token_set(folder, paths, recipe, identity=identity)
+        log.info("tokenized %d files: %s", len(paths), counts)
+        if counts["empty_documents"]:
+            log.warning("%d empty documents were left out", counts["empty_documents"])
+
+    return cached(cache_dir, f"tokens-{identity}", build, open_store)
+
+
+def _token_sets(patterns: Sequence[str], key: str) -> list[Path]:
+    """Folders of token sets that the patterns name, each once."""
+    if not patterns:
+        raise UserError(f"{key}: empty; want the folders that scripts/prepare_data.py wrote")
+    folders: dict[str, Path] = {}
+    problems: list[str] = []
+    for pattern in patterns:
+        matches = [Path(match) for match in sorted(glob.glob(os.path.expanduser(pattern), recursive=True))]
+        found = [path.parent if path.name == "manifest.json" else path for path in matches]
+        found = [path for path in found if (path / "manifest.json").is_file()]
+        if not found:
+            problems.append(f"{key}: {pattern!r} names no token set (a folder with a manifest.json)")
+        for path in found:
+            folders.setdefault(os.path.realpath(path), path)
+    raise_together(problems)
+    return list(folders.values())
