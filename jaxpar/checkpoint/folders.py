@@ -74,14 +74,19 @@ def remove(directory: Path, step: int) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def tidy(directory: Path) -> None:
-    """Undo and delete what a killed process left; only the writer of the directory may call this."""
+def recover(directory: Path) -> None:
+    """Finish what a process left that was killed between the two renames; only the directory's writer may call this."""
     for step in _numbers(directory, _REPLACED):
         replaced = directory / f"{step}{_REPLACED}"
         if path(directory, step).exists():
             shutil.rmtree(replaced, ignore_errors=True)
-        else:  # killed between the two renames: the old folder is the good one
+        else:
             replaced.rename(path(directory, step))
+
+
+def tidy(directory: Path) -> None:
+    """`recover`, and delete what killed processes left half written or half deleted."""
+    recover(directory)
     for suffix in (_PARTIAL, _REMOVED):
         for step in _numbers(directory, suffix):
             shutil.rmtree(directory / f"{step}{suffix}", ignore_errors=True)

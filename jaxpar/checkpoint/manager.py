@@ -130,6 +130,8 @@ class Checkpoints:
         """
         self._join()
         self._forecast(abstract_state)
+        if self._is_main:
+            folders.recover(self.directory)
         found, unfinished = agree.from_main([self.steps(), folders.unfinished(self.directory)] if self._is_main else 0)
         newest = max(found, default=-1)
         skipped = [(step, "its save was cut short") for step in sorted(unfinished, reverse=True) if step > newest]
