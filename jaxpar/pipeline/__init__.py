@@ -18,14 +18,24 @@ from jaxpar.pipeline.slots import Program, allocate
 from jaxpar.pipeline.table import read_csv, write_csv
 
 if TYPE_CHECKING:
-    from jaxpar.pipeline.executor import Side, StageOut, Totals, evaluate, value_and_grad
+    from jaxpar.pipeline.executor import evaluate, value_and_grad
+    from jaxpar.pipeline.interface import Params, Side, Totals
+    from jaxpar.pipeline.split import StageOut
 
-_WITH_JAX = dict.fromkeys(("value_and_grad", "evaluate", "StageOut", "Side", "Totals"), "jaxpar.pipeline.executor")
+_WITH_JAX = {
+    "value_and_grad": "executor",
+    "evaluate": "executor",
+    "Params": "interface",
+    "Side": "interface",
+    "Totals": "interface",
+    "StageOut": "split",
+}
 
 __all__ = [
     "Assignment",
     "Choice",
     "Costs",
+    "Params",
     "Program",
     "Schedule",
     "Side",
@@ -56,5 +66,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WITH_JAX:
-        return getattr(importlib.import_module(_WITH_JAX[name]), name)
+        return getattr(importlib.import_module(f"{__name__}.{_WITH_JAX[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
