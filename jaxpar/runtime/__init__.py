@@ -1,0 +1,1 @@
+"""What surrounds the training loop: launcher and supervisor outside, watchdog, signals and ledger inside."""

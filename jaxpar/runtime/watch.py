@@ -1,0 +1,83 @@
+"""What the training loop tells its surroundings, and asks them: signals, watchdog and ledger behind one object."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jaxpar.config import Config
+from jaxpar.runtime import goodput
+from jaxpar.runtime.coordination import Board
+from jaxpar.runtime.goodput import Ledger
+from jaxpar.runtime.signals import StopSignals
+from jaxpar.runtime.watchdog import Watchdog
+
+_REPORT_S = 3.0  # the other processes end at the same step; whoever is later than this is not in the report
+
+
+class RunWatch:
+    """The loop's view of signals, watchdog and ledger."""
+
+    def __init__(self, signals: StopSignals, watchdog: Watchdog, ledger: Ledger) -> None:
+        self._signals, self._watchdog, self._ledger = signals, watchdog, ledger
+
+    def stop_requested(self, step: int) -> bool:
+        """Whether to save after `step` and leave; every process of a run gives the same answer."""
+        return self._signals.stop_requested(step)
+
+    def finished(self, step: int) -> None:
+        """Step `step` is done."""
+        self._watchdog.finished(step)
+        self._ledger.finished(step)
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Context in which no step is expected to finish: compiling, evaluating, saving."""
+        with self._watchdog.busy(what), self._ledger.phase(what):
+            yield
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Context that is part of a step, with the watchdog's clock running: waiting for the next batch."""
+        with self._ledger.phase(what):
+            yield
+
+
+@contextlib.contextmanager
+def make_watch(config: Config, workdir: Path) -> Iterator[RunWatch]:
+    """Signals, watchdog and ledger for the length of a run; at the end the main process prints where the time went."""
+    rank, num_processes = jax.process_index(), jax.process_count()
+    path = workdir / goodput.NAME
+    ledger = Ledger(path if rank == 0 else None)
+    with (
+        StopSignals(num_processes) as signals,
+        Watchdog(
+            config.runtime.step_timeout_s, rank=rank, num_processes=num_processes, board=Board("watch")
+        ) as watchdog,
+    ):
+        try:
+            yield RunWatch(signals, watchdog, ledger)
+        finally:
+            ledger.end()
+    sentences = [_slowest(ledger, rank, num_processes)]
+    if rank == 0 and path.exists():
+        sentences.append(goodput.summarize(goodput.read(path)).line())
+        print("\n".join(filter(None, sentences)), file=sys.stderr)
+
+
+def _slowest(ledger: Ledger, rank: int, num_processes: int) -> str | None:
+    board = Board("seconds")
+    board.pin(rank, ledger.seconds)
+    if rank != 0 or num_processes == 1:
+        return None
+    deadline = time.monotonic() + _REPORT_S
+    notes = board.read() or {}
+    while len(notes) < num_processes and time.monotonic() < deadline:
+        time.sleep(0.05)
+        notes = board.read() or {}
+    return goodput.slowest(notes)

@@ -1,0 +1,138 @@
+"""A thread that ends the process when no step finishes for too long.
+
+A collective has no deadline: one process that is stopped, or stuck in its data, blocks all others for ever while every
+heartbeat goes on. The watchdog of each process notes when the last step finished. After `timeout_s` it prints all
+Python stacks, names the processes that fell silent or behind, and ends the process with exit code 75, so that a
+supervisor starts all of them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxpar.runtime.coordination import Board
+from jaxpar.runtime.exits import RETRY, leave
+
+
+class Watchdog:
+    """Bounds the time since the last finished step; the time inside `busy` does not count."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        *,
+        rank: int = 0,
+        num_processes: int = 1,
+        board: Board | None = None,
+        end: Callable[[int], Any] = leave,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._rank, self._num_processes, self._board, self._end = rank, num_processes, board, end
+        self._beat_s = min(max(timeout_s / 8, 0.05), 30.0)
+        self._lock = threading.Lock()
+        self._busy: list[str] = []
+        self._step: int | None = None
+        self._last = time.monotonic()
+        self._stop = threading.Event()
+        self._pinning: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def finished(self, step: int) -> None:
+        """Step `step` is done."""
+        with self._lock:
+            self._step, self._last = step, time.monotonic()
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Stop the clock: compiling, restoring, evaluating, saving."""
+        with self._lock:
+            self._busy.append(what)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.remove(what)
+                self._last = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._beat_s):
+            with self._lock:
+                busy, step = list(self._busy), self._step
+                silent_s = 0.0 if busy else time.monotonic() - self._last
+            self._pin(step, busy)
+            if silent_s > self.timeout_s and not self._stop.is_set():
+                self._bark(step, silent_s)
+                return
+
+    def _pin(self, step: int | None, busy: list[str]) -> None:
+        if self._board is None or self._num_processes == 1:
+            return
+        if self._pinning is not None and self._pinning.is_alive():
+            return
+        note = {"time": time.time(), "step": step, "busy": busy[-1] if busy else None}
+        # Without an answer from the service this waits; then the clock must not wait with it.
+        self._pinning = threading.Thread(target=_quietly, args=(self._board.pin, self._rank, note), daemon=True)
+        self._pinning.start()
+
+    def _bark(self, step: int | None, silent_s: float) -> None:
+        where = f"process {self._rank} of {self._num_processes}"
+        after = "the first step" if step is None else f"the step after {step}"
+        lines = [
+            f"watchdog: {where} waited {silent_s:.1f} s for {after} (runtime.step_timeout_s = {self.timeout_s:g})",
+            *(f"watchdog: {line}" for line in self._suspects(step)),
+        ]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        print(f"watchdog: {where} ends with exit code {RETRY}", file=sys.stderr, flush=True)
+        self._end(RETRY)
+
+    def _suspects(self, step: int | None) -> list[str]:
+        if self._board is None or self._num_processes == 1:
+            return []
+        notes = self._board.read()
+        if notes is None:
+            return ["process 0, which coordinates, does not answer: it is stopped or its host is lost"]
+        return suspects(notes, self._num_processes, now=time.time(), step=step, stale_s=3 * self._beat_s + 1.0)
+
+
+def suspects(
+    notes: dict[int, dict[str, Any]], num_processes: int, *, now: float, step: int | None, stale_s: float
+) -> list[str]:
+    """Sentences on the processes that hold up the rest; clocks of all hosts should agree within a second or so."""
+    lines = []
+    for rank in range(num_processes):
+        note = notes.get(rank)
+        if note is None:
+            lines.append(f"process {rank} never reported: it did not reach the training loop")
+        elif now - note["time"] > stale_s:
+            lines.append(
+                f"process {rank} is missing: silent for {now - note['time']:.1f} s, last at step {note['step']}"
+            )
+        elif (note["step"] or 0) < (step or 0):
+            lines.append(f"process {rank} is behind: at step {note['step']}" + _doing(note))
+        elif note["busy"]:
+            lines.append(f"process {rank} is busy" + _doing(note))
+    return lines or ["every process answers and none is behind: a collective does not return (network or driver)"]
+
+
+def _doing(note: dict[str, Any]) -> str:
+    return f", {note['busy']}" if note["busy"] else ""
+
+
+def _quietly(call: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the service is going away; the process will hear of that elsewhere
+        call(*args)
