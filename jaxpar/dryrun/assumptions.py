@@ -47,7 +47,33 @@ class Assumptions:
 
 
 # Fitted to published runs (`scripts/dryrun.py --calibrate`); GPUs without a run of their own take the nearest.
-_FITTED: dict[str, dict[str, float]] = {}
+_FITTED: dict[str, dict[str, float]] = {
+    "h100": {
+        "matmul_efficiency": 0.7481,
+        "fp8_efficiency": 0.7388,
+        "matmul_half_size": 176.25,
+        "attention_efficiency": 0.4508,
+        "first_flash_efficiency": 0.1874,
+        "eager_traffic": 1.6223,
+        "overlap_cost": 0.9035,
+        "hbm_efficiency": 0.5631,
+        "nvlink_efficiency": 0.737,
+        "network_efficiency": 0.6419,
+        "overlap": 0.8549,
+    },
+    "a100-80g": {
+        "matmul_efficiency": 0.7229,
+        "matmul_half_size": 168.12,
+        "attention_efficiency": 0.3958,
+        "first_flash_efficiency": 0.3323,
+        "eager_traffic": 1.1804,
+        "overlap_cost": 0.3652,
+        "hbm_efficiency": 0.95,
+        "nvlink_efficiency": 0.9051,
+        "network_efficiency": 0.5324,
+        "overlap": 0.8984,
+    },
+}
 _NEAREST = {"h200": "h100", "b200": "h100", "l40s": "a100-80g", "a100-40g": "a100-80g"}
 
 

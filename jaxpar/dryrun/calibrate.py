@@ -156,4 +156,33 @@ def rank_correlation(comparisons: Sequence[Comparison]) -> float:
     from scipy.stats import spearmanr
 
     measured = [one.run.tokens_per_s_per_gpu for one in comparisons]
-    return float(spearmanr([one.predicted for one in comparisons], measured).statistic)
+    correlation, _ = spearmanr([one.predicted for one in comparisons], measured)
+    return float(correlation)
+
+
+def print_calibration(path: str | None, gpu: str) -> Assumptions:
+    """Fits the assumptions of a GPU kind to the runs of a file and prints every row and the result."""
+    from rich.console import Console
+    from rich.table import Table
+
+    family = FAMILIES.get(gpu, gpu)
+    runs = [run for run in load_runs(path) if FAMILIES.get(run.gpu.name, run.gpu.name) == family and run.grade == "A"]
+    if len(runs) < 3:
+        raise UserError(f"--gpu={gpu}: {len(runs)} measured runs of this GPU; a fit needs at least 3")
+    console = Console(soft_wrap=True)
+    comparisons = leave_one_cluster_out(runs)
+    table = Table(title="predicted by a fit to the other clusters")
+    for column in ("run", "measured tokens/s/GPU", "predicted", "error"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for one in comparisons:
+        measured = f"{one.run.tokens_per_s_per_gpu:,.1f}"
+        table.add_row(one.run.id, measured, f"{one.predicted:,.1f}", f"{one.error:+.1%}")
+    console.print(table)
+    console.print(
+        f"mean absolute error {mean_absolute_error(comparisons):.1%}, "
+        f"rank correlation {rank_correlation(comparisons):.3f}, {len(runs)} runs"
+    )
+    fitted = fit(runs)
+    settings = " ".join(f"--assume {name}={getattr(fitted, name):g}" for name, *_ in FITTED)
+    console.print(f"fitted to all of them: {settings}")
+    return fitted

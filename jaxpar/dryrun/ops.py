@@ -183,8 +183,7 @@ class Communication:
     dtype: str
     payload_bytes: float
     wire_bytes: float  # sent by one device with a ring
-    largest_array_bytes: float
-    largest_array: Shape
+    arrays: tuple[Shape, ...]  # operands
     num_nodes: int  # that one group spans
     members_per_node: int
     asynchronous: bool
@@ -220,7 +219,6 @@ def communication_of(
         nodes, members = len(per_node), max(per_node.values())
         payload = operand * (size if kind == "all-gather" else 1)
         wire = payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
-    scale = size if kind == "all-gather" else 1
     return Communication(
         kind=kind,
         axes_key=(tuple(first), tuple(last)),
@@ -228,8 +226,7 @@ def communication_of(
         dtype=largest.dtype,
         payload_bytes=payload,
         wire_bytes=wire,
-        largest_array_bytes=largest.size_bytes * scale,
-        largest_array=largest,
+        arrays=tuple(arrays),
         num_nodes=nodes,
         members_per_node=members,
         asynchronous=asynchronous,

@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 
 from jaxpar.config import Config
+from jaxpar.errors import UserError
+from jaxpar.validate import resolved_degrees
 
 BATCH_AXES = ("replica", "data", "expert")
-ZERO_AXES = ("data", "context")  # ZeRO splits state over these
 OPTIMIZER_FLOATS = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}  # float32 per parameter
 
 
@@ -254,17 +255,13 @@ def layout_of(config: Config, num_gpus: int) -> Layout:
     Raises:
         UserError: the degrees do not fit the GPUs, or the batch does not divide.
     """
-    from jaxpar.mesh import degrees
-
-    sizes = degrees(config.parallel, num_gpus)
+    sizes = resolved_degrees(config.parallel, num_gpus)
     shards = math.prod(sizes[axis] for axis in BATCH_AXES)
     stage = sizes["stage"]
     passes = config.accumulation
     if stage > 1:
         passes = config.pipeline.microbatches or 2 * stage
     rows = config.global_batch / shards / passes
-    from jaxpar.errors import UserError
-
     if rows != int(rows) or rows < 1:
         knob = "pipeline.microbatches" if stage > 1 else "accumulation"
         smallest = shards * passes
@@ -275,7 +272,12 @@ def layout_of(config: Config, num_gpus: int) -> Layout:
         )
     schedule = config.pipeline.schedule
     return Layout(
-        **sizes,
+        stage=stage,
+        replica=sizes["replica"],
+        data=sizes["data"],
+        expert=sizes["expert"],
+        context=sizes["context"],
+        tensor=sizes["tensor"],
         zero=config.parallel.zero,
         sequence_parallel=config.parallel.sequence_parallel,
         microbatch_rows=int(rows),

@@ -2,8 +2,8 @@
 
 A collective's start takes the communication stream, its done makes the compute stream wait; that wait is the
 exposed time and is charged to the collective. Loop bodies count trip-count times. In a pipeline, stages move in
-lock step: a conditional takes as long as its longest branch, while FLOPs and bytes count the share of ticks in
-which the device takes it.
+lock step: a conditional takes as long as its longest branch in every tick in which any stage takes it, while FLOPs
+and bytes count the ticks in which the average stage does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from jaxpar.dryrun.assumptions import Assumptions
 from jaxpar.dryrun.groups import axes_of
-from jaxpar.dryrun.hlo import Computation, Instruction, Module
+from jaxpar.dryrun.hlo import Computation, Instruction, Module, Shape
 from jaxpar.dryrun.links import collective_time_s, matmul_time_s
 from jaxpar.dryrun.ops import (
     FREE,
@@ -43,9 +43,7 @@ class CollectiveTotal:
     count: float = 0.0
     time_s: float = 0.0
     exposed_s: float = 0.0
-    largest_array_bytes: float = 0.0
-    largest_array: str = ""
-    op_name: str = ""
+    arrays: dict[Shape, float] = dataclasses.field(default_factory=dict)  # operands, and how often each is moved
 
     @property
     def axis(self) -> str:
@@ -61,6 +59,14 @@ class Span:
     start_s: float
     end_s: float
     label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchShares:
+    """Shares of a pipeline's ticks in which a conditional has work: on one stage, and on any stage."""
+
+    own: float = 1.0
+    any_stage: float = 1.0
 
 
 @dataclasses.dataclass
@@ -99,10 +105,10 @@ class _Walk:
         assumed: Assumptions,
         *,
         gpus_per_node: int,
-        branch_share: float,
+        branches: BranchShares,
     ) -> None:
         self.module, self.mesh_shape, self.gpu, self.assumed = module, mesh_shape, gpu, assumed
-        self.gpus_per_node, self.branch_share = gpus_per_node, branch_share
+        self.gpus_per_node, self.branches = gpus_per_node, branches
         self.num_devices = 1
         for size in mesh_shape.values():
             self.num_devices *= size
@@ -158,9 +164,8 @@ class _Walk:
         total.wire_bytes += one.wire_bytes * times
         total.count += times
         total.time_s += seconds * times
-        if one.largest_array_bytes > total.largest_array_bytes:
-            total.largest_array_bytes = one.largest_array_bytes
-            total.largest_array, total.op_name = str(one.largest_array), one.op_name
+        for array in one.arrays:
+            total.arrays[array] = total.arrays.get(array, 0.0) + times
         return total, seconds
 
     def _span(self, top: bool, stream: str, start_s: float, end_s: float, label: str) -> None:
@@ -179,9 +184,10 @@ class _Walk:
 
     def _branches(self, instruction: Instruction, times: float) -> float:
         """The longest branch sets the pace; the counts are those of the share of ticks it runs in."""
-        return max(
-            self.walk(self.module.computations[called], times * self.branch_share) for called in instruction.called
+        longest = max(
+            self.walk(self.module.computations[called], times * self.branches.own) for called in instruction.called
         )
+        return longest * self.branches.any_stage
 
     def walk(self, computation: Computation, times: float, *, top: bool = False) -> float:
         """Seconds of one run of the computation."""
@@ -280,10 +286,10 @@ def estimate_timeline(
     assumed: Assumptions,
     *,
     gpus_per_node: int = 8,
-    branch_share: float = 1.0,
+    branches: BranchShares = BranchShares(),
 ) -> Timeline:
-    """Walks the module; `branch_share` is the share of a pipeline's ticks in which a stage has work."""
-    walk = _Walk(module, mesh_shape, gpu, assumed, gpus_per_node=gpus_per_node, branch_share=branch_share)
+    """Walks the module; `branches` says how busy the conditionals of a pipeline are."""
+    walk = _Walk(module, mesh_shape, gpu, assumed, gpus_per_node=gpus_per_node, branches=branches)
     if not module.scheduled:
         walk.warnings.append("the module has no schedule: overlap is not meaningful")
     step_s = walk.walk(module.entry, 1.0, top=True)
