@@ -53,6 +53,7 @@ class Built:
     shardings: TrainState
     placements: Any  # a Placement per parameter, shaped like the parameters
     batch_sharding: NamedSharding
+    to_natural: Callable[[Any], Any] = lambda tree: tree  # parameters or gradients -> natural [layer, ...] order
 
 
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:

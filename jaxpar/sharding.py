@@ -83,7 +83,7 @@ def resolve(axes: Iterable[str], shape: tuple[int, ...], rules: Rules, mesh: Mes
             sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in _group(group))
             raise UserError(
                 f"{what}: dim {name} = {dim} does not divide by {sizes}; "
-                f"choose a size that is a multiple of {parts}, or smaller parallel.{' or parallel.'.join(_group(group))}"
+                f"choose a multiple of {parts}, or a smaller parallel.{' or parallel.'.join(_group(group))}"
             )
     return spec
 
@@ -167,7 +167,8 @@ class Layout:
             if is_matrix(axes):
                 value = value.astype(self.compute_dtype)
             placed = self.placement(axes, value.shape, "weight")
-            return variable.replace(_gather(value, placed.compute, placed.gradient, self.mesh))
+            looked_up = bool({"vocab", "position"} & set(axes))
+            return variable.replace(_gather(value, placed, self.mesh, reduce_first=looked_up))
 
         return map_parameters(place, module)
 
@@ -192,8 +193,9 @@ class Layout:
         if not fits:
             if is_matrix(axes):
                 sizes = " x ".join(f"parallel.{axis} = {self.mesh.shape[axis]}" for axis in extra)
+                dims = ", ".join(f"{name} = {dim}" for name, dim in zip(axes, shape))
                 raise UserError(
-                    f"parallel.zero = {self.zero}: no dim of {path} ({', '.join(map('='.join, zip(axes, map(str, shape))))}) "
+                    f"parallel.zero = {self.zero}: no dim of {path} ({dims}) "
                     f"divides by {sizes} (x its tensor split); use sizes that do, or parallel.replica for part of data"
                 )
             return compute  # a vector: whole everywhere, and the sharding report says so
@@ -290,16 +292,24 @@ def _constrain(x: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh if context.empty else context, spec))
 
 
-def _gather(x: jax.Array, forward: P, backward: P, mesh: Mesh) -> jax.Array:
-    """`x` placed by `forward`, its gradient by `backward`: the reduction of ZeRO-2 and 3 happens in the layer."""
+def _gather(x: jax.Array, placed: Placement, mesh: Mesh, *, reduce_first: bool) -> jax.Array:
+    """`x` in the compute mapping, its gradient in the gradient mapping: ZeRO-2 and 3 reduce inside the layer.
+
+    `reduce_first`: the gradient comes from a scatter of rows, which the partitioner can only split along the
+    embedding by replicating the batch; so it is summed in the compute mapping first and then sliced.
+    """
+    forward, backward = placed.compute, placed.gradient
     if forward == backward:
         return _constrain(x, forward, mesh)
 
     @jax.custom_vjp
-    def placed(x: jax.Array) -> jax.Array:
+    def place(x: jax.Array) -> jax.Array:
         return _constrain(x, forward, mesh)
 
-    placed.defvjp(
-        lambda x: (_constrain(x, forward, mesh), None), lambda _, cotangent: (_constrain(cotangent, backward, mesh),)
-    )
-    return placed(x)
+    def back(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        if reduce_first:
+            cotangent = _constrain(cotangent, forward, mesh)
+        return (_constrain(cotangent, backward, mesh),)
+
+    place.defvjp(lambda x: (_constrain(x, forward, mesh), None), back)
+    return place(x)

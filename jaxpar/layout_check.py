@@ -1,0 +1,170 @@
+"""Does a layout change the maths? A config's mesh against one device: loss, every gradient, replicas, checkpoint bytes.
+
+The model is the config's own, shrunk to a size that a laptop runs in seconds and in float32, with everything that
+decides the maths kept: family, head ratios, norms, positions, tying, loss extras, accumulation, ZeRO, schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.build import Built, build
+from jaxpar.config import Config, ParallelConfig, PipelineConfig
+from jaxpar.models.loss import Sums
+from jaxpar.step import row_keys_of
+from jaxpar.tree import named_leaves
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Largest relative errors of a layout against one device."""
+
+    loss: float
+    gradients: dict[str, float]  # by parameter name
+    differing_replicas: tuple[str, ...]  # parameters whose copies are not bit-equal after a step
+
+    @property
+    def worst_gradient(self) -> float:
+        """Largest over all leaves."""
+        return max(self.gradients.values())
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is within the fixed tolerances."""
+        exact = self.loss <= LOSS_TOLERANCE and self.worst_gradient <= GRADIENT_TOLERANCE
+        return exact and not self.differing_replicas
+
+
+def check_layout(config: Config) -> Comparison:
+    """Compare the config's own mesh with one device; `parallel` must fit the devices that jax sees.
+
+    Errors are max|a - b| / max|b| per leaf. Raises `UserError` for a layout that cannot be built.
+    """
+    small = shrunk(config)
+    return compare(small, build(small))
+
+
+def compare(config: Config, built: Built) -> Comparison:
+    """Compare an already shrunk config, built on its mesh, with one device."""
+    batch = random_batch(config)
+    reference = reference_of(config)
+    built_one = build(reference, jax.devices()[:1])
+    loss, gradients = loss_and_gradients(built_one, batch)
+    other_loss, other_gradients = loss_and_gradients(built, batch)
+    errors = {name: relative_error(other_gradients[name], value) for name, value in gradients.items()}
+    return Comparison(
+        relative_error(np.asarray(other_loss), np.asarray(loss)), errors, _differing_replicas(built, batch)
+    )
+
+
+def reference_of(config: Config) -> Config:
+    """The same maths on one device: no mesh, no accumulation, no pipeline."""
+    return dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1), pipeline=PipelineConfig())
+
+
+def shrunk(config: Config) -> Config:
+    """A small float32 copy of the config that its mesh still divides."""
+    model, parallel = config.model, config.parallel
+    degrees = {axis: max(getattr(parallel, axis), 1) for axis in ("stage", "context", "tensor", "expert")}
+    tensor, shards = degrees["tensor"], _zero_shards(config)
+    ratio = model.num_heads // math.gcd(model.num_heads, model.kv_heads) * math.gcd(model.num_heads, model.kv_heads)
+    group = model.num_heads // model.kv_heads if model.num_heads % model.kv_heads == 0 else ratio
+    kv_heads = max(tensor // group, 1) if model.kv_heads > 1 else 1
+    kv_heads = kv_heads if model.kv_heads == 1 or (kv_heads * group) % tensor == 0 else tensor
+    heads = kv_heads * group if model.kv_heads > 1 else max(tensor, group if group <= 16 else tensor)
+    unit = math.lcm(8 * tensor, shards)
+    layers = min(model.num_layers, max(2, degrees["stage"] * config.pipeline.chunks, len(model.window_pattern)))
+    seq_len = math.lcm(32, 2 * degrees["context"] * tensor)
+    small_model = dataclasses.replace(
+        model, num_layers=layers, embed_dim=max(unit, 32 // unit * unit), num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=8, mlp_dim=2 * max(unit, 32 // unit * unit), vocab_size=97, vocab_multiple=math.lcm(
+            degrees["stage"] * tensor, 8), max_position=seq_len if model.positions == "learned" else None,
+        window=None if model.window is None else min(model.window, seq_len // 4), attention="xla", query_scale=None,
+    )  # fmt: skip
+    rows = config.accumulation * _batch_shards(config) * _microbatches(config)
+    return dataclasses.replace(
+        config, model=small_model, seq_len=seq_len, global_batch=rows, precision="float32",
+        loss=dataclasses.replace(config.loss, chunk_tokens=config.loss.chunk_tokens and seq_len // 2),
+    )  # fmt: skip
+
+
+def _microbatches(config: Config) -> int:
+    if config.parallel.stage <= 1:
+        return 1
+    return config.pipeline.microbatches or 2 * config.parallel.stage
+
+
+def _batch_shards(config: Config) -> int:
+    return math.prod(max(getattr(config.parallel, axis), 1) for axis in ("replica", "data", "expert"))
+
+
+def _zero_shards(config: Config) -> int:
+    return math.prod(max(getattr(config.parallel, axis), 1) for axis in ("data", "context", "expert"))
+
+
+def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Packed rows of random tokens with very uneven numbers of trained tokens; the last row may have none."""
+    rng = np.random.default_rng(seed)
+    rows, length = config.global_batch, config.seq_len
+    tokens = rng.integers(0, config.model.true_vocab, (rows, length + 1)).astype(np.int32)
+    cut = rng.integers(1, length, (rows, 1))
+    second = np.arange(length) >= cut  # every row packs two documents
+    weights = (np.arange(length) < rng.integers(0, length + 1, (rows, 1))).astype(np.float32)
+    weights[0] = 1.0
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": weights,
+        "positions": np.where(second, np.arange(length) - cut, np.arange(length)).astype(np.int32),
+        "segment_ids": (1 + second).astype(np.int32),
+    }
+
+
+def loss_and_gradients(built: Built, batch: dict[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
+    """Mean loss and mean gradients of a batch on a built layout, as whole numpy arrays by name."""
+    state = built.init(jax.random.key(built.config.seed))
+    dropout = built.config.model.dropout > 0
+
+    def run(params: Any, batch: Any) -> tuple[Sums, Any]:
+        keys = row_keys_of(built.config.seed, jnp.int32(0), batch["tokens"].shape[0]) if dropout else None
+        return built.grad_fn(params, batch, keys, jnp.float32(1.0))
+
+    sums, gradients = jax.jit(run)(state.params, put(built, batch))
+    tokens = max(float(sums.tokens), 1.0)
+    named = named_leaves(built.to_natural(gradients))
+    return float(sums.loss) / tokens, {name: np.asarray(leaf, np.float32) / tokens for name, leaf in named.items()}
+
+
+def put(built: Built, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The batch on the layout's devices."""
+    return {name: jax.device_put(value, built.batch_sharding) for name, value in batch.items()}
+
+
+def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    """max|got - wanted| / max|wanted|; an array of zeros is compared absolutely."""
+    largest = float(np.abs(wanted).max(initial=0.0))
+    return float(np.abs(got - wanted).max(initial=0.0)) / (largest or 1.0)
+
+
+def _differing_replicas(built: Built, batch: dict[str, np.ndarray]) -> tuple[str, ...]:
+    """Parameters whose copies on several devices are not bit-equal after one step."""
+    state, _ = built.step(built.init(jax.random.key(built.config.seed)), put(built, batch))
+    return tuple(name for name, leaf in named_leaves(state.params).items() if not _copies_agree(leaf))
+
+
+def _copies_agree(array: jax.Array) -> bool:
+    first: dict[str, np.ndarray] = {}
+    for shard in array.addressable_shards:
+        data = np.asarray(shard.data)
+        if not np.array_equal(first.setdefault(str(shard.index), data), data):
+            return False
+    return True

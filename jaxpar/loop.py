@@ -1,0 +1,213 @@
+"""The Python loop: next batch, step, and at intervals log, evaluate and save.
+
+Between two log intervals nothing is fetched from the devices; the loop runs ahead of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.config import Config
+from jaxpar.data import Loader
+from jaxpar.errors import UserError
+from jaxpar.metrics import MetricsWriter, Progress, Throughput
+from jaxpar.state import TrainState
+
+RETRY = 75  # exit code: stopped from outside, start the same command again
+
+
+class StepFn(Protocol):
+    """A compiled train step."""
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """State and batch to the next state and metrics."""
+        ...
+
+
+class Watch(Protocol):
+    """What the processes around the loop want to know; see runtime/."""
+
+    def stop_requested(self, step: int) -> bool:
+        """Whether every process should save after `step` and leave."""
+        ...
+
+    def finished(self, step: int) -> None:
+        """Step `step` is done."""
+        ...
+
+    def busy(self, what: str) -> Any:
+        """Context in which no step is expected to finish: compiling, evaluating, saving."""
+        ...
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything the loop drives. Only `state` changes."""
+
+    config: Config
+    step_fn: StepFn
+    evaluate: Callable[[TrainState], dict[str, float]] | None
+    state: TrainState
+    loader: Loader
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    progress: Progress
+    throughput: Throughput
+    watch: Watch
+    samples_file: Path | None = None  # written by the main process only
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How the loop ended: steps done, exit code, and what was logged last."""
+
+    step: int
+    exit_code: int
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
+
+
+def run_steps(run: Run) -> Outcome:
+    """Train from the state's step to `config.steps`, or until the data or a signal ends it."""
+    config, step = run.config, int(run.state.step)
+    history: list[dict[str, float]] = []
+    saved_at = step if step else -1
+    logged_tokens = _TokenSum()
+    exit_code, last_logged = 0, step
+    while step < config.steps:
+        try:
+            batch = run.loader.next_batch()
+        except StopIteration:
+            exit_code = _data_ended(run, step)
+            break
+        run.state, metrics = run.step_fn(run.state, batch)
+        if jax.default_backend() == "cpu":
+            jax.block_until_ready(metrics["loss"])  # simulated devices share few cores: no use in running ahead
+        step += 1
+        _log_samples(run, step)
+        logged_tokens.add(metrics["tokens"])
+        run.progress.advance(step)
+        last = step == config.steps
+        evaluate_now = bool(run.evaluate and config.eval_interval) and (step % config.eval_interval == 0 or last)
+        if evaluate_now or step % config.log_interval == 0 or last or step == 1:
+            history.append(_log(run, step, metrics, logged_tokens.take(), step - last_logged, evaluate_now))
+            last_logged = step
+        run.watch.finished(step)
+        if config.checkpoint.interval and step % config.checkpoint.interval == 0:
+            _save(run, step, history)
+            saved_at = step
+        if not last and run.watch.stop_requested(step):
+            run.progress.message(f"stop requested: saving step {step} and leaving")
+            exit_code = RETRY
+            break
+    if saved_at != step:
+        _save(run, step, history)
+    with run.watch.busy("save"), run.throughput.pause("save"):
+        run.checkpoints.wait()
+    return Outcome(step, exit_code, history[-1] if history else {}, history)
+
+
+class _TokenSum:
+    """Trained tokens since the last log line, added up on the devices."""
+
+    def __init__(self) -> None:
+        self._parts: list[jax.Array] = []
+
+    def add(self, tokens: jax.Array) -> None:
+        self._parts.append(tokens)
+
+    def take(self) -> int:
+        total = sum(float(part) for part in jax.device_get(self._parts))
+        self._parts = []
+        return int(total)
+
+
+def _log(
+    run: Run, step: int, metrics: Mapping[str, jax.Array], tokens: int, steps: int, evaluate_now: bool
+) -> dict[str, float]:
+    """Fetch the metrics of one step, evaluate if asked, write and show one row; stops a run that no longer learns."""
+    values = {name: np.asarray(value).item() for name, value in jax.device_get(dict(metrics)).items()}
+    rates = run.throughput.interval(steps=max(steps, 1), tokens=tokens)
+    row = {**values, "interval_tokens": tokens, **rates.as_metrics()}
+    if evaluate_now:
+        assert run.evaluate is not None
+        with run.watch.busy("evaluation"), run.throughput.pause("evaluation"):
+            row |= run.evaluate(run.state)
+    run.writer.write(step, row)
+    run.progress.log(step, row)
+    if values["tokens"] == 0:
+        run.progress.message(f"warning: step {step} had no trained token; nothing was updated")
+    if values["skipped"]:
+        run.progress.message(
+            f"warning: step {step} is not finite; {values['skipped']} in a row skipped, {values['skipped_total']} in all"
+        )
+    limit = run.config.optimizer.max_skipped
+    if values["skipped"] >= limit:
+        run.checkpoints.wait()
+        raise NonFiniteError(
+            f"stopped at step {step}: {values['skipped']} steps in a row had a loss or gradient that is not finite "
+            f"(optimizer.max_skipped = {limit}); checkpoints {run.checkpoints.steps()} are from before"
+        )
+    return {"step": step, **row}
+
+
+class NonFiniteError(RuntimeError):
+    """Training diverged: too many non-finite steps in a row."""
+
+
+def _save(run: Run, step: int, history: list[dict[str, float]]) -> None:
+    evaluated = next((row for row in reversed(history) if "eval_loss" in row and row["step"] == step), None)
+    extra: dict[str, Any] = {"data": run.loader.state()}
+    if evaluated is not None:
+        extra["metrics"] = {"eval_loss": evaluated["eval_loss"]}
+    with run.watch.busy("save"), run.throughput.pause("save"):
+        run.checkpoints.save(step, run.state, extra)
+
+
+def _data_ended(run: Run, step: int) -> int:
+    """Exit code when the data ended early; raises unless the config allows it."""
+    message = f"the data ended after {step} of {run.config.steps} steps"
+    if run.config.allow_fewer_steps:
+        run.progress.message(message)
+        return 0
+    _save(run, step, [])
+    run.checkpoints.wait()
+    raise UserError(
+        f"{message}; the state is saved. Set data.repeat=true for further epochs, a smaller `steps`, "
+        "or allow_fewer_steps=true"
+    )
+
+
+def _log_samples(run: Run, step: int) -> None:
+    if run.samples_file is None:
+        return
+    with run.samples_file.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "samples": run.loader.sample_ids()}) + "\n")
+
+
+def evaluator(
+    evaluate: Callable[[Any, Any], Any], batches: Callable[[], Iterator[Any]], bytes_per_token: float | None
+) -> Callable[[TrainState], dict[str, float]]:
+    """A function from the state to evaluation metrics: one token-weighted mean over all batches."""
+
+    def run(state: TrainState) -> dict[str, float]:
+        parts = [evaluate(state.params, batch) for batch in batches()]
+        loss = tokens = 0.0
+        for part in jax.device_get(parts):
+            loss, tokens = loss + float(part.loss), tokens + float(part.tokens)
+        mean = loss / max(tokens, 1.0)
+        values = {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)), "eval_tokens": tokens}
+        if bytes_per_token:
+            values["eval_bits_per_byte"] = mean / math.log(2) / bytes_per_token
+        return values
+
+    return run

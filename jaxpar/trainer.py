@@ -1,0 +1,220 @@
+"""From a config to a finished run: data, build, compile, restore, loop. Imports everything, imported by nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar import config_file, validate
+from jaxpar.build import Built, build
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.config import Config
+from jaxpar.contract import check_step, class_bytes
+from jaxpar.data import Data, Loader, load_tokenizer, open_data
+from jaxpar.errors import UserError
+from jaxpar.loop import Outcome, Run, evaluator, run_steps
+from jaxpar.mesh import simulate_devices
+from jaxpar.metrics import MetricsWriter, Progress, Throughput, peak_flops_per_s
+from jaxpar.models.count import flops_per_token
+from jaxpar.optim import decay_counts
+from jaxpar.report import size_text
+from jaxpar.state import TrainState
+from jaxpar.watch import make_watch
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a notebook wants back: how it ended, the logged rows, and the live state with its functions."""
+
+    outcome: Outcome
+    state: TrainState
+    built: Built
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The logged rows, oldest first."""
+        return self.outcome.history
+
+
+def train(config: Config, workdir: str | Path, *, devices: int | None = None) -> Result:
+    """Train `config` in `workdir`, resuming what is there; `devices` simulates that many CPU devices first.
+
+    Raises `UserError` for a mistake in the config or the data, before anything is written.
+    """
+    if devices is not None:
+        simulate_devices(devices)
+    workdir = Path(workdir).absolute()
+    config = resolved(config, len(jax.devices()))
+    built = build(config)
+    _check_workdir(workdir)
+    is_main = jax.process_index() == 0
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(make_watch(config, workdir))
+        with watch.busy("data"):
+            data = open_data(config, workdir)
+        progress = stack.enter_context(_progress(config, is_main))
+        _describe(config, built, data, progress.message)
+        with watch.busy("compile"):
+            _use_compile_cache(config, workdir)
+            compiled = built.step.lower(built.abstract_state, built.abstract_batch).compile()
+            check_step(built, compiled)
+        checkpoints = stack.enter_context(
+            Checkpoints(workdir / "checkpoints", config.checkpoint, is_main, report=progress.message)
+        )
+        with watch.busy("restore"):
+            state, extra = _first_state(config, built, checkpoints, progress.message)
+        start = int(state.step)
+        writer = stack.enter_context(_writer(config, workdir, start, is_main))
+        loader = stack.enter_context(_loader(data, config, built, extra))
+        run = Run(
+            config=config,
+            step_fn=compiled,
+            evaluate=_evaluator(data, config, built),
+            state=state,
+            loader=loader,
+            checkpoints=checkpoints,
+            writer=writer,
+            progress=progress,
+            throughput=_throughput(config),
+            watch=watch,
+            samples_file=_samples_file(config, workdir, start, is_main),
+        )
+        outcome = run_steps(run)
+        return Result(outcome, run.state, built)
+
+
+def resolved(config: Config, num_devices: int) -> Config:
+    """The config with the vocabulary and the mesh filled in; raises one `UserError` for everything wrong with it."""
+    validate.check(config, num_devices)
+    model = config.model
+    if model.vocab_size is None:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+    if model.positions == "learned" and model.max_position is None:
+        model = dataclasses.replace(model, max_position=config.seq_len)
+    sizes = validate.resolved_degrees(config.parallel, num_devices)
+    config = dataclasses.replace(config, model=model, parallel=dataclasses.replace(config.parallel, **sizes))
+    validate.check(config, num_devices)
+    return config
+
+
+def _check_workdir(workdir: Path) -> None:
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file; give a folder")
+
+
+def _use_compile_cache(config: Config, workdir: Path) -> None:
+    folder = Path(config.runtime.compile_cache) if config.runtime.compile_cache else workdir / "compile_cache"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def _progress(config: Config, is_main: bool) -> Progress:
+    return Progress(config.steps, bar=config.metrics.progress, enabled=is_main)
+
+
+def _describe(config: Config, built: Built, data: Data, say: Any) -> None:
+    """The first lines of a run: data, model, mesh, memory."""
+    decayed, undecayed = decay_counts(built.abstract_state.params)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in built.mesh.shape.items() if size > 1) or "one device"
+    held = class_bytes(built.abstract_state)
+    say(f"data: {data.description}")
+    say(
+        f"model: {config.model.family}, {decayed + undecayed:,} parameters "
+        f"({decayed:,} with weight decay, {undecayed:,} without)"
+    )
+    say(
+        f"mesh: {mesh}, ZeRO-{config.parallel.zero}; per device {size_text(held['parameters'])} of parameters, "
+        f"{size_text(held['optimizer'])} of optimizer state"
+    )
+
+
+def _first_state(
+    config: Config, built: Built, checkpoints: Checkpoints, say: Any
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """The newest checkpoint that verifies, or a fresh state."""
+    restored = checkpoints.restore_latest(built.abstract_state)
+    if restored is not None:
+        say(f"resuming after step {restored.step}")
+        return restored.state, restored.extra
+    return built.init(jax.random.key(config.seed)), None
+
+
+def _writer(config: Config, workdir: Path, start: int, is_main: bool) -> MetricsWriter:
+    if is_main:
+        workdir.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config_file.to_dict(config), indent=2) + "\n"
+        temporary = workdir / "config.json.tmp"
+        temporary.write_text(text)
+        temporary.replace(workdir / "config.json")
+    resume = start if start else None
+    return MetricsWriter(workdir, resume_step=resume, tensorboard=config.metrics.tensorboard, enabled=is_main)
+
+
+@contextlib.contextmanager
+def _loader(data: Data, config: Config, built: Built, extra: dict[str, Any] | None) -> Iterator[Loader]:
+    loader = Loader(
+        data.train,
+        config.global_batch,
+        seed=config.seed,
+        sharding=built.batch_sharding,
+        shuffle=config.data.shuffle,
+        repeat=config.data.repeat,
+        state=extra["data"] if extra else None,
+    )
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def _evaluator(data: Data, config: Config, built: Built) -> Any:
+    rows = data.evaluation
+    if rows is None or config.eval_interval is None:
+        return None
+
+    def batches() -> Iterator[Any]:
+        loader = Loader(rows, config.global_batch, seed=0, sharding=built.batch_sharding, shuffle=False, repeat=False)
+        try:
+            count = 0
+            while config.eval_steps is None or count < config.eval_steps:
+                try:
+                    yield loader.next_batch()
+                except StopIteration:
+                    return
+                count += 1
+        finally:
+            loader.close()
+
+    return evaluator(built.evaluate, batches, data.bytes_per_token)
+
+
+def _throughput(config: Config) -> Throughput:
+    device = jax.devices()[0]
+    return Throughput(
+        flops_per_token=flops_per_token(config.model, config.seq_len),
+        num_devices=len(jax.devices()),
+        peak_flops_per_s=peak_flops_per_s(device.device_kind, config.metrics.peak_tflops),
+    )
+
+
+def _samples_file(config: Config, workdir: Path, start: int, is_main: bool) -> Path | None:
+    """The samples log, cut back to the step that the run resumes from."""
+    if not (config.data.log_samples and is_main):
+        return None
+    path = workdir / "samples.jsonl"
+    kept = []
+    if path.exists() and start:
+        rows = [line for line in path.read_text().split("\n")[:-1] if line]
+        kept = [line for line in rows if json.loads(line)["step"] <= start]
+    path.write_text("".join(line + "\n" for line in kept))
+    return path

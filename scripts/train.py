@@ -1,0 +1,27 @@
+"""Train a model: python scripts/train.py --config=FILE --workdir=DIR [--devices=N] [--config.a.b=c ...]."""
+
+from __future__ import annotations
+
+from jaxpar import cli
+from jaxpar.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    parser = cli.Parser("Train a model; started again in the same folder, it resumes.", workdir=True)
+    args = parser.parse(argv)
+    if args.workdir is None:
+        raise UserError("--workdir=DIR is missing: the folder that metrics and checkpoints go to")
+    from jaxpar.mesh import find_processes, join_processes, simulate_devices
+
+    processes = find_processes()
+    if args.devices is not None:
+        simulate_devices(args.devices) if processes is None else None
+    if args.devices is None or processes is not None:
+        join_processes(processes, heartbeat_s=args.config.runtime.heartbeat_s)
+    from jaxpar.trainer import train
+
+    return train(args.config, args.workdir).outcome.exit_code
+
+
+if __name__ == "__main__":
+    cli.run_script(main)
