@@ -186,6 +186,7 @@ class DataConfig:
     bos_token: str | None = None  # text of the start token, where the tokenizer file does not tell
     eos_token: str | None = None  # text of the end token, likewise
     raw_dtype: Literal["uint16", "uint32"] | None = None  # source "raw": the width of the headerless file
+    raw_document_end: int | None = None  # source "raw": id that ends a document; None: a file is one document
     add_bos: bool = False
     add_eos: bool = True
     packing: Literal["concat", "best_fit", "none"] = "concat"

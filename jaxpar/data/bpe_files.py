@@ -66,7 +66,7 @@ def load(path: Path, bos_token: str | None, eos_token: str | None, *, threads: i
     """The tokenizer of a file that is not a tokenizer.json, by its name and its first bytes."""
     if path.name in ("encoder.json", "vocab.json", "vocab.bpe", "merges.txt"):
         return _load_gpt2(path, bos_token, eos_token)
-    if path.name.endswith("tekken.json"):
+    if "tekken" in path.name:
         return TiktokenTokenizer([path], _read_tekken(path), bos_token, eos_token, threads=threads)
     with path.open("rb") as stream:
         head = stream.readline(4096)
@@ -74,7 +74,7 @@ def load(path: Path, bos_token: str | None, eos_token: str | None, *, threads: i
         beside = path.with_suffix(".json")
         files = [path, beside] if beside.is_file() else [path]
         return TiktokenTokenizer(files, _read_ranks(path, beside), bos_token, eos_token, threads=threads)
-    if path.suffix == ".model":
+    if ".model" in path.suffixes:
         return SentencePieceTokenizer(path, bos_token, eos_token, threads=threads)
     raise UserError(
         f"{path}: no tokenizer of a known kind; want tokenizer.json, *.model (SentencePiece), encoder.json + vocab.bpe,"

@@ -6,14 +6,42 @@ Owns the order start token, text, end token, and what counts as an empty documen
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+from typing import Any
 
 import numpy as np
 
+from jaxpar.data.hashing import text_hash
 from jaxpar.data.sources import Block, block_texts
-from jaxpar.data.tokenizers import Tokenizer
+from jaxpar.data.store import id_dtype
+from jaxpar.data.tokenizers import Tokenizer, load_tokenizer, require_special
 
-BATCH_CHARACTERS = 1 << 20  # texts are handed to the tokenizer in batches of about this size
+BATCH_CHARACTERS = 1 << 19  # texts are handed to the tokenizer in batches of about this size
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How texts become ids; together with the texts it decides every stored token."""
+
+    tokenizer: str = "bytes"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    add_bos: bool = False
+    add_eos: bool = True
+    text_key: str = "text"
+
+    def load(self, threads: int | None = None) -> Tokenizer:
+        """The tokenizer."""
+        return load_tokenizer(self.tokenizer, bos_token=self.bos_token, eos_token=self.eos_token, threads=threads)
+
+    def encoder(self, tokenizer: Tokenizer | None = None) -> Encoder:
+        """The encoder, with the width that the largest possible id needs."""
+        tokenizer = tokenizer or self.load()
+        bos, eos = require_special(tokenizer, add_bos=self.add_bos, add_eos=self.add_eos)
+        return Encoder(tokenizer, bos, eos, id_dtype(tokenizer.vocab_size), self.text_key)
+
+    def facts(self, tokenizer: Tokenizer) -> list[Any]:
+        """JSON-able facts that change when any id could change."""
+        return [tokenizer.sha256, tokenizer.vocab_size, self.add_bos, self.add_eos, self.text_key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +58,12 @@ class Encoded:
     sizes: np.ndarray
     num_empty: int
     is_part: bool
-    opens: bool
     closes: bool
+
+    @property
+    def is_empty_document(self) -> bool:
+        """Whether this is the only part of a document without text."""
+        return self.is_part and self.num_empty > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,28 +89,17 @@ class Encoder:
         lengths = np.array([len(one) for one in ids], np.int64) + len(start) + len(end)
         tokens = np.empty((int(lengths.sum()),), self.dtype)
         _place(tokens, ids, lengths, start, end)
-        sizes = [text.encode("utf-8") for text in kept]
+        data = [text.encode("utf-8") for text in kept]
+        whole = block.opens and block.closes
         return Encoded(
             tokens=tokens,
             lengths=lengths,
-            hashes=np.array([int.from_bytes(text_hash(data), "little") for data in sizes], np.uint64),
-            sizes=np.array([len(data) for data in sizes], np.int64),
-            num_empty=len(texts) - len(kept),
+            hashes=np.array([int.from_bytes(text_hash(one), "little") for one in data], np.uint64),
+            sizes=np.array([len(one) for one in data], np.int64),
+            num_empty=int(whole and not texts[0]) if is_part else len(texts) - len(kept),
             is_part=is_part,
-            opens=block.opens,
             closes=block.closes,
         )
-
-
-def text_hash(data: bytes) -> bytes:
-    """Eight bytes that stand for a text."""
-    return hashlib.blake2b(data, digest_size=8).digest()
-
-
-def chain_hash(before: bytes, part: int) -> bytes:
-    """Hash of a document's parts so far and one more; that of a single part is the part's own."""
-    own = part.to_bytes(8, "little")
-    return text_hash(before + own) if before else own
 
 
 def _place(tokens: np.ndarray, ids: list[np.ndarray], lengths: np.ndarray, start: list[int], end: list[int]) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jaxpar.config import DataConfig
+from jaxpar.data.hashing import content_identity
 from jaxpar.data.order import MixtureOrder, Phase, whole_weights
 from jaxpar.data.rows import JoinedRows, Row, Rows
-from jaxpar.data.store import content_identity
 from jaxpar.errors import UserError, raise_together
 
 log = logging.getLogger(__name__)

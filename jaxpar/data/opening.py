@@ -13,9 +13,10 @@ from pathlib import Path
 from jaxpar.config import Config, DataConfig
 from jaxpar.data import mixture, readers
 from jaxpar.data.cache import cached
+from jaxpar.data.hashing import content_identity
 from jaxpar.data.packing import Packing, check_packing, open_plan, packing_key, write_plan
 from jaxpar.data.rows import JoinedRows, PieceRows, Rows, StreamRows
-from jaxpar.data.store import TokenStore, content_identity
+from jaxpar.data.store import TokenStore
 from jaxpar.data.tokenizers import Tokenizer
 from jaxpar.errors import UserError, raise_together
 

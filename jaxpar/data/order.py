@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from jaxpar.data.hashing import mix64
 from jaxpar.errors import UserError
 
 MAX_ROWS = 1 << 32  # index_shuffle works on 32 bits
@@ -26,11 +27,8 @@ SMALL_ROWS = 1 << 14  # below this index_shuffle gets slow: it walks cycles of 2
 
 @functools.lru_cache(maxsize=64)
 def _small_permutation(num_rows: int, key: int) -> np.ndarray:
-    """Row numbers sorted by a 64-bit mix of key and number (the finalizer of splitmix64)."""
-    mixed = (np.arange(1, num_rows + 1, dtype=np.uint64) + np.uint64(key << 32)) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
+    """Row numbers sorted by a 64-bit mix of key and number."""
+    return np.argsort(mix64(np.arange(num_rows, dtype=np.uint64) + np.uint64(key << 32)), kind="stable")
 
 
 class Order(Protocol):

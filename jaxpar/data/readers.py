@@ -10,10 +10,13 @@ from pathlib import Path
 
 from jaxpar.config import DataConfig
 from jaxpar.data import sources
-from jaxpar.data.build import Recipe, build_token_set, files_identity
+from jaxpar.data.build import Inputs, build_token_set
 from jaxpar.data.cache import cached
+from jaxpar.data.encode import Recipe
+from jaxpar.data.foreign import open_megatron, open_raw
+from jaxpar.data.hashing import content_identity
 from jaxpar.data.store import TokenStore, join_stores, open_store
-from jaxpar.data.tokenizers import Tokenizer, load_tokenizer
+from jaxpar.data.tokenizers import Tokenizer, hash_files, load_tokenizer
 from jaxpar.errors import UserError, raise_together
 
 log = logging.getLogger(__name__)
@@ -41,8 +44,14 @@ def open_source(
         paths = _text_files(kind, files, key)
         return _tokenized(paths, settings, cache_dir, tokenizer)
     if kind == "tokens":
-        return join_stores([open_store(folder) for folder in _token_sets(files, key)], f"{key}")
-    raise UserError(f"{key}: unknown source {kind!r}")
+        return join_stores([open_store(folder) for folder in _token_sets(files, key)], key)
+    if kind == "megatron":
+        return join_stores([open_megatron(prefix, cache_dir) for prefix in _megatron_prefixes(files, key)], key)
+    assert kind == "raw", kind
+    assert settings.raw_dtype is not None
+    paths = sources.expand_files(files, key)
+    end = settings.raw_document_end
+    return join_stores([open_raw(path, settings.raw_dtype, end, cache_dir) for path in paths], key)
 
 
 def store_tokenizer(store: TokenStore, tokenizer: Tokenizer | None, settings: DataConfig) -> Tokenizer | None:
@@ -79,15 +88,26 @@ def _tokenized(paths: list[Path], settings: DataConfig, cache_dir: Path, tokeniz
         add_eos=settings.add_eos,
         text_key=settings.text_key,
     )
-    identity = files_identity(paths, recipe, tokenizer)
+    key = _files_key(paths, recipe, tokenizer)
 
     def build(folder: Path) -> None:
-        counts = build_token_set(folder, paths, recipe, identity=identity)
+        counts = build_token_set(folder, Inputs(tuple(paths)), recipe)
         log.info("tokenized %d files: %s", len(paths), counts)
         if counts["empty_documents"]:
             log.warning("%d empty documents were left out", counts["empty_documents"])
 
-    return cached(cache_dir, f"tokens-{identity}", build, open_store)
+    return cached(cache_dir, f"tokens-{key}", build, open_store)
+
+
+def _files_key(paths: list[Path], recipe: Recipe, tokenizer: Tokenizer) -> str:
+    """Hash of the content of the files in order, their formats, and of everything that decides the ids."""
+    parts: list[object] = [1, recipe.facts(tokenizer)]
+    for path in paths:
+        try:
+            parts.append([sources.plain_suffix(str(path)), path.suffix, hash_files([path])])
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return content_identity(parts)
 
 
 def _token_sets(patterns: Sequence[str], key: str) -> list[Path]:
@@ -106,3 +126,22 @@ def _token_sets(patterns: Sequence[str], key: str) -> list[Path]:
             folders.setdefault(os.path.realpath(path), path)
     raise_together(problems)
     return list(folders.values())
+
+
+def _megatron_prefixes(patterns: Sequence[str], key: str) -> list[Path]:
+    """Prefixes of .bin/.idx pairs; a pattern may name either file, or the prefix."""
+    if not patterns:
+        raise UserError(f"{key}: empty; want prefixes of .bin/.idx pairs, such as 'corpus/part_*_text_document'")
+    prefixes: dict[str, Path] = {}
+    problems: list[str] = []
+    for pattern in patterns:
+        wanted = os.path.expanduser(pattern)
+        suffixes = ("",) if wanted.endswith((".idx", ".bin")) else (".idx", ".bin")
+        matches = sorted(match for suffix in suffixes for match in glob.glob(wanted + suffix, recursive=True))
+        found = [Path(match).with_suffix("") for match in matches if match.endswith((".idx", ".bin"))]
+        if not found:
+            problems.append(f"{key}: {pattern!r} names no .bin/.idx pair")
+        for path in found:
+            prefixes.setdefault(os.path.realpath(path), path)
+    raise_together(problems)
+    return list(prefixes.values())

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 UTF8_MARK = b"\xef\xbb\xbf"
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-BLOCK_BYTES = 4 << 20  # text is handled in blocks of about this size
+BLOCK_BYTES = 1 << 20  # files are read in blocks of this size
+PART_BYTES = 16 << 20  # a text file above this size is tokenized in parts
 STDIN = "standard input"
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
@@ -40,7 +41,8 @@ class Block:
 
     `kind` "lines": JSONL bytes that start at line `first_line`. "text": one document, or a part of it; `opens` and
     `closes` say whether the part is the first and the last. "texts": a list of documents.
-    `end` is where the next block starts (bytes of the plain file, rows for Parquet).
+    `end` is where the next block starts (bytes of the plain file, rows for Parquet), `read_bytes` how much of the file
+    as it lies on disk was read up to here.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Block:
     opens: bool = True
     closes: bool = True
     end: int = 0
+    read_bytes: int = 0
 
 
 def expand_files(patterns: Sequence[str], key: str) -> list[Path]:
@@ -102,16 +105,15 @@ def plain_suffix(path: str) -> str:
 
 
 def read_blocks(path: Path, *, text_key: str, start: int = 0, first_line: int = 1) -> Iterator[Block]:
-    """Blocks of a file from offset `start` (as a former block's `end` told); refuses a file without a document."""
+    """Blocks of a file from offset `start` (as a former block's `end` told)."""
     if plain_suffix(str(path)) == ".parquet":
         yield from _parquet_blocks(path, text_key, start)
         return
-    with open_plain(path) as stream:
+    with open_plain(path) as (stream, raw):
         _skip(stream, start, path)
-        if plain_suffix(str(path)) in JSON_SUFFIXES:
-            yield from line_blocks(stream, str(path), start, first_line)
-        else:
-            yield from text_blocks(stream, str(path), start)
+        blocks = line_blocks if plain_suffix(str(path)) in JSON_SUFFIXES else text_blocks
+        for block in blocks(stream, str(path), start, first_line):
+            yield dataclasses.replace(block, read_bytes=raw.tell())
 
 
 def line_blocks(stream: IO[bytes], name: str, start: int, first_line: int) -> Iterator[Block]:
@@ -133,30 +135,36 @@ def line_blocks(stream: IO[bytes], name: str, start: int, first_line: int) -> It
         yield Block("lines", name, data, first_line=line, end=offset + len(data))
 
 
-def text_blocks(stream: IO[bytes], name: str, start: int) -> Iterator[Block]:
-    """One document, in parts that end before a line that starts with no blank, so that a tokenizer sees whole words."""
+def text_blocks(stream: IO[bytes], name: str, start: int, first_line: int = 1) -> Iterator[Block]:
+    """One document, a large one in parts that end before a visible character at the start of a line."""
     rest = b""
     offset = start
     opens = start == 0
     for chunk in _chunks(stream, name):
         rest = rest + chunk if rest else chunk
-        cut = _text_cut(rest)
-        if len(rest) < 2 * BLOCK_BYTES or not cut:
-            continue
-        offset += cut
-        yield Block("text", name, rest[:cut], opens=opens, closes=False, end=offset)
-        rest, opens = rest[cut:], False
-    yield Block("text", name, rest, opens=opens, closes=True, end=offset + len(rest))
+        while len(rest) >= PART_BYTES and (cut := _text_cut(rest)):
+            offset += cut
+            yield Block("text", name, rest[:cut], opens=opens, closes=False, end=offset, first_line=first_line)
+            rest, opens = rest[cut:], False
+    yield Block("text", name, rest, opens=opens, closes=True, end=offset + len(rest), first_line=first_line)
 
 
 def _text_cut(data: bytes) -> int:
-    """Where to cut a text: after the last line feed that a visible ASCII byte follows; 0 when there is none."""
+    """Where to cut a text: after the last line feed that a visible ASCII byte follows.
+
+    Splitting patterns end a word there, so the ids are those of the uncut text. A text without such a place is cut
+    before a blank, or between characters; 0 while it may still come.
+    """
     end = len(data)
     while (cut := data.rfind(b"\n", 0, end)) >= 0:
         if cut + 1 < len(data) and 0x20 < data[cut + 1] < 0x7F:
             return cut + 1
         end = cut
-    return 0
+    if len(data) < 4 * PART_BYTES:
+        return 0
+    if (blank := data.rfind(b" ")) > 0:
+        return blank
+    return next(cut for cut in range(len(data) - 1, 0, -1) if data[cut] & 0xC0 != 0x80)
 
 
 def _chunks(stream: IO[bytes], name: str) -> Iterator[bytes]:
@@ -187,8 +195,8 @@ def _skip(stream: IO[bytes], start: int, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def open_plain(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed by its suffix."""
+def open_plain(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """(the bytes of a file, decompressed by its suffix; the file itself)."""
     try:
         raw = path.open("rb")
     except OSError as error:
@@ -198,12 +206,12 @@ def open_plain(path: Path) -> Iterator[IO[bytes]]:
             raise UserError(f"{path}: is empty (0 bytes)")
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw) as stream:
-                yield stream  # type: ignore[misc]
+                yield stream, raw  # type: ignore[misc]
         elif path.suffix == ".zst":
             with open_zstandard(raw, str(path)) as stream:
-                yield stream
+                yield stream, raw
         else:
-            yield raw
+            yield raw, raw
 
 
 @contextlib.contextmanager
@@ -297,13 +305,15 @@ def _parquet_blocks(path: Path, text_key: str, start: int) -> Iterator[Block]:
             names = table.schema_arrow.names
             if text_key not in names:
                 raise UserError(f"{path}: no column {text_key!r}; it has {names[:8]} (set data.text_key)")
-            row = 0
+            row, num_rows, size_bytes = 0, max(table.metadata.num_rows, 1), path.stat().st_size
             for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
                 first, row = row, row + len(batch)
                 if row > start:
                     values = batch.column(0).to_pylist()
                     _check_strings(values, path, first, text_key)
-                    yield Block("texts", str(path), texts=tuple(values[max(0, start - first) :]), end=row)
+                    texts = tuple(values[max(0, start - first) :])
+                    read_bytes = size_bytes * row // num_rows
+                    yield Block("texts", str(path), texts=texts, end=row, read_bytes=read_bytes)
 
 
 def _check_strings(values: list[Any], path: Path, first: int, text_key: str) -> None:
@@ -322,7 +332,7 @@ def _parquet_path(path: Path) -> Iterator[Path]:
         yield path
         return
     with tempfile.NamedTemporaryFile(suffix=".parquet") as copy:
-        with open_plain(path) as stream:
+        with open_plain(path) as (stream, _):
             try:
                 shutil.copyfileobj(stream, copy, BLOCK_BYTES)
             except (OSError, EOFError, zlib.error) as error:

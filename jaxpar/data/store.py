@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import zlib
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar.data.hashing import content_identity
 from jaxpar.errors import UserError
 
 FORMAT = "jaxpar-tokens"
@@ -61,7 +61,6 @@ class TokenStore:
     name: str
     shards: tuple[Shard, ...]
     num_tokens: int
-    num_documents: int
     identity: str
     max_id: int
     vocab_size: int | None
@@ -120,7 +119,6 @@ def join_stores(stores: Sequence[TokenStore], name: str) -> TokenStore:
         name=name,
         shards=tuple(shards),
         num_tokens=before,
-        num_documents=sum(store.num_documents for store in stores),
         identity=content_identity([store.identity for store in stores]),
         max_id=max(store.max_id for store in stores),
         vocab_size=max(vocab_sizes, default=None),
@@ -190,7 +188,6 @@ def open_store(folder: Path) -> TokenStore:
         name=str(folder),
         shards=tuple(shards),
         num_tokens=first,
-        num_documents=manifest["documents"],
         identity=manifest["identity"],
         max_id=manifest["max_id"],
         vocab_size=manifest["tokenizer"]["vocab_size"],
@@ -321,6 +318,7 @@ class TokenWriter:
             "tokens": self.num_tokens,
             "max_id": self.max_id,
             "shards": self._shards,
+            "identity": content_identity([FORMAT_VERSION, self._dtype.str, self._shards]),
             **facts,
         }
         write_json(self._folder / "manifest.json", manifest)
@@ -382,8 +380,3 @@ class TokenWriter:
             file.truncate(size)
             file.seek(size)
             self._files.append(file)
-
-
-def content_identity(parts: Sequence[Any]) -> str:
-    """A short hash (hex) of JSON-able parts that stands for a content."""
-    return hashlib.sha256(json.dumps(list(parts), sort_keys=True).encode()).hexdigest()[:32]
