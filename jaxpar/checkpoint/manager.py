@@ -11,6 +11,7 @@ row, or a failure of the last save, raise `CheckpointError`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 import threading
@@ -18,11 +19,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import agree, checksum, folders, leaves, manifest, storage
+from jaxpar.checkpoint import checksum, folders, leaves, manifest, storage
 from jaxpar.checkpoint.leaves import Convert
 from jaxpar.config import CheckpointConfig
 from jaxpar.errors import UserError
+from jaxpar.runtime.coordination import Assembly
 from jaxpar.tree import named_leaves
+
+_instances = itertools.count()  # a process may open checkpoints twice; their questions must not mix
 
 
 class CheckpointError(RuntimeError):
@@ -63,6 +67,7 @@ class Checkpoints:
         self._is_main = is_main
         self._to_disk, self._from_disk = to_disk, from_disk
         self._report = report or _to_stderr
+        self._agree = Assembly(f"checkpoints{next(_instances)}", timeout_s=storage.BARRIER_TIMEOUT_S)
         self._running: tuple[int, threading.Thread | None] | None = None  # the step being saved
         self._error: str | None = None  # why it failed on this process
         self._failed_saves = 0  # in a row
@@ -91,7 +96,7 @@ class Checkpoints:
         self._join()
         text = json.dumps(extra)
         named = leaves.to_save(leaves.compiled(self._to_disk)(state) if self._to_disk else state)
-        problem = agree.from_main(self._prepare(step, text, named) if self._is_main else None)
+        problem = self._agree.from_main(self._prepare(step, text, named) if self._is_main else None)
         if problem is not None:
             self._count(step, problem, said=False)
             return
@@ -132,7 +137,9 @@ class Checkpoints:
         self._forecast(abstract_state)
         if self._is_main:
             folders.recover(self.directory)
-        found, unfinished = agree.from_main([self.steps(), folders.unfinished(self.directory)] if self._is_main else 0)
+        found, unfinished = self._agree.from_main(
+            [self.steps(), folders.unfinished(self.directory)] if self._is_main else 0
+        )
         newest = max(found, default=-1)
         skipped = [(step, "its save was cut short") for step in sorted(unfinished, reverse=True) if step > newest]
         for step, reason in skipped:
@@ -161,7 +168,7 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Any, *, subset: bool = False) -> Restored:
         """Restore one step; `subset` allows the checkpoint to hold more than `abstract_state` asks for."""
         self._join()
-        present = agree.from_main(self.steps() if self._is_main else None)
+        present = self._agree.from_main(self.steps() if self._is_main else None)
         if step not in present:
             have = ", ".join(map(str, present)) or "none"
             raise UserError(f"no checkpoint of step {step} in {self.directory}; there are: {have}")
@@ -246,7 +253,7 @@ class Checkpoints:
         if thread is not None:
             thread.join()
         error, self._running, self._error = self._error, None, None
-        failed = agree.processes_where(error is not None)
+        failed = self._agree.processes_where(error is not None)
         if failed:
             self._count(step, error or f"it failed on process {failed[0]}", said=error is not None)
         else:
@@ -280,7 +287,7 @@ class Checkpoints:
             named = storage.read(folder / folders.STATE, as_stored)
         except storage.STORAGE_ERRORS as error:
             problem = storage.reason(error)
-        if failed := agree.processes_where(problem is not None):
+        if failed := self._agree.processes_where(problem is not None):
             raise manifest.DamagedError(problem or f"process {failed[0]} cannot read it")
         manifest.check_arrays(found, checksum.start(named)())
         for name, leaf in named.items():
@@ -300,7 +307,7 @@ class Checkpoints:
                 extra = folders.read_extra(self.directory, step)
             except manifest.DamagedError as error:
                 problem = str(error)
-        problem, extra = agree.from_main([problem, extra])
+        problem, extra = self._agree.from_main([problem, extra])
         if problem is not None:
             raise manifest.DamagedError(problem)
         return manifest.read(folder), extra

@@ -19,6 +19,8 @@ STORAGE_ERRORS = (ValueError, OSError, KeyError, TypeError, RuntimeError)
 # A process that died cannot reach the barrier at the end of a save; the others stop waiting after this long.
 BARRIER_TIMEOUT_S = 300
 
+_MIN_SLICE_BYTES = 16 * 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class PendingWrite:
@@ -71,9 +73,16 @@ def read(path: Path, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _handler() -> Any:
+    import jax
+    import numpy as np
     import orbax.checkpoint as ocp
 
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+    # Replicas share the writing of an array by slicing it on the device, which costs a compile per shape and device.
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES)
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False, type_handler_registry=registry)
 
 
 def reason(error: Exception) -> str:

@@ -13,14 +13,48 @@ from typing import Any
 _ANSWER_S = 5.0
 
 
+class Assembly:
+    """Questions on which all processes need one answer. Every process asks the same questions in the same order."""
+
+    def __init__(self, name: str, *, timeout_s: float) -> None:
+        import jax
+
+        self._client = _client()
+        self._rank, self._count = jax.process_index(), jax.process_count()
+        self._prefix, self._timeout_ms = f"jaxpar/{name}", int(timeout_s * 1000)
+        self._number = 0
+
+    def from_main(self, value: Any) -> Any:
+        """The JSON value that process 0 passed; what the others pass is ignored."""
+        if self._count == 1:
+            return value
+        key = self._next_key()
+        if self._rank == 0:
+            self._client.key_value_set(key, json.dumps(value))
+            return value
+        return json.loads(self._client.blocking_key_value_get(key, self._timeout_ms))
+
+    def processes_where(self, flag: bool) -> list[int]:
+        """Indices of the processes that passed True."""
+        if self._count == 1:
+            return [0] if flag else []
+        key = self._next_key()
+        self._client.key_value_set(f"{key}/{self._rank}", "1" if flag else "")
+        self._client.wait_at_barrier(key, self._timeout_ms)
+        votes = dict(self._client.key_value_dir_get(f"{key}/"))
+        return sorted(int(name.rsplit("/", 1)[1]) for name, vote in votes.items() if vote)
+
+    def _next_key(self) -> str:
+        self._number += 1
+        return f"{self._prefix}/{self._number}"
+
+
 class Board:
     """Notes that processes pin for each other; in a run of one process there is nobody to read them."""
 
     def __init__(self, topic: str) -> None:
-        from jax._src import distributed
-
         self._prefix = f"jaxpar/{topic}/"
-        self._client: Any = distributed.global_state.client
+        self._client = _client()
 
     def pin(self, rank: int, note: dict[str, Any]) -> None:
         """Replace this process's note."""
@@ -42,3 +76,9 @@ class Board:
 
     def _ask(self) -> list[tuple[str, str]]:
         return self._client.key_value_dir_get(self._prefix)
+
+
+def _client() -> Any:
+    from jax._src import distributed
+
+    return distributed.global_state.client
