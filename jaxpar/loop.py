@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,8 @@ from jaxpar.config import Config
 from jaxpar.data import Loader
 from jaxpar.errors import UserError
 from jaxpar.metrics import MetricsWriter, Progress, Throughput
+from jaxpar.runtime.exits import RETRY
 from jaxpar.state import TrainState
-
-RETRY = 75  # exit code: stopped from outside, start the same command again
 
 
 class StepFn(Protocol):
@@ -44,8 +44,12 @@ class Watch(Protocol):
         """Step `step` is done."""
         ...
 
-    def busy(self, what: str) -> Any:
+    def busy(self, what: str) -> AbstractContextManager[None]:
         """Context in which no step is expected to finish: compiling, evaluating, saving."""
+        ...
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Context that is part of a step: waiting for the next batch."""
         ...
 
 
@@ -85,7 +89,8 @@ def run_steps(run: Run) -> Outcome:
     exit_code, last_logged = 0, step
     while step < config.steps:
         try:
-            batch = run.loader.next_batch()
+            with run.watch.waiting("data"):
+                batch = run.loader.next_batch()
         except StopIteration:
             exit_code = _data_ended(run, step)
             break

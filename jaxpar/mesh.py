@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpar.config import ParallelConfig
-from jaxpar.errors import UserError, raise_together
+from jaxpar.errors import UserError
+from jaxpar.validate import AXES, BATCH_AXES, resolved_degrees
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-AXES = ("stage", "replica", "data", "expert", "context", "tensor")
-BATCH_AXES = ("replica", "data", "expert")
+__all__ = ["AXES", "BATCH_AXES", "degrees", "join_processes", "make_mesh", "simulate_devices"]
 log = logging.getLogger(__name__)
 
 
@@ -30,36 +30,11 @@ def degrees(parallel: ParallelConfig | Mapping[str, int], num_devices: int) -> d
 
     Raises `UserError` naming the degrees, their product and the device count when they do not fit.
     """
-    if not isinstance(parallel, Mapping):
-        parallel = {axis: getattr(parallel, axis) for axis in AXES}
-    if unknown := sorted(set(parallel) - set(AXES)):
-        raise UserError(f"unknown mesh axes {unknown}; the axes are {', '.join(AXES)}")
-    sizes = {axis: int(parallel.get(axis, 1)) for axis in AXES}
-    asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all degrees 1"
-    raise_together(
-        f"parallel.{axis} = {size}; a degree is at least 1, or -1 for the devices that are left"
-        for axis, size in sizes.items()
-        if size < 1 and size != -1
-    )
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise UserError(f"parallel.{' and parallel.'.join(open_axes)} are both -1; only one degree can take the rest")
-    fixed = 1
-    for size in sizes.values():
-        fixed *= 1 if size == -1 else size
-    if open_axes:
-        if num_devices % fixed or num_devices < fixed:
-            raise UserError(
-                f"parallel: {asked}: the fixed degrees multiply to {fixed}, which does not divide {num_devices} "
-                f"devices; parallel.{open_axes[0]} = -1 cannot take the rest"
-            )
-        sizes[open_axes[0]] = num_devices // fixed
-    elif fixed != num_devices:
-        raise UserError(
-            f"parallel: {asked}: the degrees multiply to {fixed}, but there are {num_devices} devices; "
-            f"set one degree to -1, or run with --devices={fixed} to simulate them"
-        )
-    return sizes
+    if not isinstance(parallel, ParallelConfig):
+        if unknown := sorted(set(parallel) - set(AXES)):
+            raise UserError(f"unknown mesh axes {unknown}; the axes are {', '.join(AXES)}")
+        parallel = ParallelConfig(**{"data": 1, **parallel})
+    return resolved_degrees(parallel, num_devices)
 
 
 def make_mesh(parallel: ParallelConfig | Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -97,6 +72,19 @@ def simulate_devices(count: int) -> None:
 
     Raises `UserError` when a backend is already up with another number of devices.
     """
+    if not _choose_simulated(count):
+        return
+    import jax
+
+    if len(jax.devices()) != count:
+        raise UserError(
+            f"asked for {count} simulated devices, got {len(jax.devices())}: XLA_FLAGS = "
+            f"{os.environ.get('XLA_FLAGS', '')!r} says otherwise; remove --xla_force_host_platform_device_count from it"
+        )
+
+
+def _choose_simulated(count: int) -> bool:
+    """Set `count` CPU devices for the backend to come; False when one is up with just these already."""
     if count < 1:
         raise UserError(f"devices = {count}; simulate at least 1")
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -106,20 +94,16 @@ def simulate_devices(count: int) -> None:
     import jax
 
     if _backend_is_up():
-        found = jax.devices()
+        found = jax.local_devices()
         if len(found) == count and found[0].platform == "cpu":
-            return
+            return False
         raise UserError(
             f"asked for {count} simulated devices, but jax already runs with {len(found)} ({found[0].platform}); "
             f"restart the interpreter and call jaxpar.simulate_devices({count}) before any other use of jax"
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-    if len(jax.devices()) != count:
-        raise UserError(
-            f"asked for {count} simulated devices, got {len(jax.devices())}: XLA_FLAGS = "
-            f"{os.environ.get('XLA_FLAGS', '')!r} says otherwise; remove --xla_force_host_platform_device_count from it"
-        )
+    return True
 
 
 def _backend_is_up() -> bool:
@@ -161,11 +145,20 @@ def find_processes(
     return Processes(coordinator, count, rank)
 
 
-def join_processes(processes: Processes | None, heartbeat_s: int = 30, start_timeout_s: int = 300) -> bool:
+def join_processes(
+    processes: Processes | None,
+    *,
+    heartbeat_s: int = 30,
+    start_timeout_s: int = 300,
+    local_devices: int | None = None,
+) -> bool:
     """Join the run of many processes; True when this process is one of several.
 
-    With no explicit `processes` a cluster is joined only when this process really was started by its launcher.
+    `local_devices` simulates that many CPU devices in this process. With no explicit `processes` a cluster is joined
+    only when this process really was started by its launcher.
     """
+    if local_devices is not None:
+        _choose_simulated(local_devices)
     import jax
 
     common = {"initialization_timeout": start_timeout_s, "heartbeat_timeout_seconds": heartbeat_s}

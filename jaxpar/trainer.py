@@ -26,7 +26,7 @@ from jaxpar.models.count import flops_per_token
 from jaxpar.optim import decay_counts
 from jaxpar.report import size_text
 from jaxpar.state import TrainState
-from jaxpar.watch import make_watch
+from jaxpar.runtime.watch import make_watch
 
 log = logging.getLogger(__name__)
 

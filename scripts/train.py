@@ -14,13 +14,14 @@ def main(argv: list[str]) -> int:
     from jaxpar.mesh import find_processes, join_processes, simulate_devices
 
     processes = find_processes()
-    if args.devices is not None:
-        simulate_devices(args.devices) if processes is None else None
-    if args.devices is None or processes is not None:
-        join_processes(processes, heartbeat_s=args.config.runtime.heartbeat_s)
+    if args.devices is not None and processes is None:
+        simulate_devices(args.devices)
+    else:
+        join_processes(processes, heartbeat_s=args.config.runtime.heartbeat_s, local_devices=args.devices)
+    from jaxpar.runtime.exits import run_guarded
     from jaxpar.trainer import train
 
-    return train(args.config, args.workdir).outcome.exit_code
+    return run_guarded(lambda: train(args.config, args.workdir).outcome.exit_code)
 
 
 if __name__ == "__main__":
