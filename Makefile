@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 		{ echo "jaxpar needs Python 3.11 or newer; choose one with: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing jaxpar[$(EXTRAS)] into $(VENV); the first time takes a few minutes"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
 train: $(STAMP)

@@ -5,6 +5,8 @@
 is `python scripts/train.py --config=configs/quickstart.py --workdir=runs/quickstart --devices=8`.
 
 Hardware: 2 CPU cores; eight devices are simulated, data 4 x tensor 2.
+Expect: a loss near 1.8 nats per byte after 300 steps, in 2 to 5 minutes. Single bytes of this text have an entropy of
+3.25 nats, bytes given the one before 2.43.
 """
 
 import ml_collections
