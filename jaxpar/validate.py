@@ -17,7 +17,9 @@ from jaxpar.models import families
 
 AXES = ("stage", "replica", "data", "expert", "context", "tensor")  # of the mesh, outermost first
 BATCH_AXES = ("replica", "data", "expert")
-SCHEDULES = ("auto", "gpipe", "1f1b", "fused", "interleaved", "zb_h1")
+ONE_CHUNK_SCHEDULES = ("gpipe", "1f1b", "zb_h1")
+SCHEDULES = ("auto", *ONE_CHUNK_SCHEDULES, "fused", "interleaved")
+SCHEDULE_ALIASES = {"one_f_one_b": "1f1b", "zero_bubble": "zb_h1", "circular": "interleaved"}
 
 # Lowest value of a key; None as a value is always allowed where its type is.
 AT_LEAST = {
@@ -279,7 +281,13 @@ def _pipeline(config: Config, sizes: Sizes) -> Iterator[str]:
             f"pipeline.microbatches = {pipeline.microbatches} is less than parallel.stage = {stage}, so stages would "
             f"always idle; use at least {stage}, better {2 * stage}"
         )
-    if pipeline.schedule in SCHEDULES:
+    schedule = SCHEDULE_ALIASES.get(pipeline.schedule, pipeline.schedule)
+    if schedule in ONE_CHUNK_SCHEDULES and pipeline.chunks > 1:
+        yield (
+            f"pipeline.schedule = {schedule} has one chunk a stage, but pipeline.chunks = {pipeline.chunks}; "
+            "use pipeline.chunks = 1, or pipeline.schedule = fused or interleaved"
+        )
+    if schedule in SCHEDULES:
         return
     if Path(pipeline.schedule).suffix != ".csv":
         close = difflib.get_close_matches(pipeline.schedule.lower().replace("-", "_"), SCHEDULES, n=1)

@@ -111,6 +111,14 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         ["pipeline.microbatches = 2", "parallel.stage = 4", "at least 4"],
         {"pipeline.microbatches": 4},
     ),
+    *(
+        (
+            {"parallel.stage": 2, "pipeline.chunks": 2, "pipeline.schedule": name},
+            ["has one chunk a stage", "pipeline.chunks = 2"],
+            {"pipeline.schedule": "interleaved"},
+        )
+        for name in ("gpipe", "1f1b", "zb_h1", "zero_bubble")
+    ),
     (
         {"parallel.stage": 2, "pipeline.schedule": "zb-h1x"},
         ["pipeline.schedule", "did you mean zb_h1"],
@@ -229,6 +237,7 @@ def test_refused_with_a_fix_that_works(settings: dict[str, Any], parts: list[str
         {"parallel.tensor": 2, "model.num_kv_heads": 4},
         {"parallel.stage": 4, "model.num_layers": 30},  # uneven layers
         {"parallel.stage": 2, "model.num_layers": 5, "pipeline.chunks": 2},
+        {"parallel.stage": 2, "pipeline.chunks": 2, "pipeline.schedule": "circular"},
         {"model.vocab_size": 97, "parallel.tensor": 8},  # rows are padded
         {"parallel.context": 4, "parallel.context_mode": "all_to_all", "parallel.tensor": 2},
         {"model.head_dim": 24, "model.num_heads": 4, "model.num_kv_heads": 4},  # not embed_dim / num_heads
