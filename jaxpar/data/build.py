@@ -103,7 +103,10 @@ def _start(folder: Path, encoder: Encoder, key: str, shard_tokens: int) -> tuple
     """Fresh counts and writer, or those of the build that was killed."""
     stored = stored_progress(folder, key)
     if stored is None:
-        return Counts(), TokenWriter(folder, encoder.dtype, shard_tokens=shard_tokens)
+        counts, writer = Counts(), TokenWriter(folder, encoder.dtype, shard_tokens=shard_tokens)
+        if key:
+            _commit(folder, key, counts, writer)
+        return counts, writer
     writer = TokenWriter(folder, encoder.dtype, shard_tokens=shard_tokens, progress=stored["writer"])
     return Counts(**stored["counts"]), writer
 

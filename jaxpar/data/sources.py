@@ -142,7 +142,7 @@ def text_blocks(stream: IO[bytes], name: str, start: int, first_line: int = 1) -
     opens = start == 0
     for chunk in _chunks(stream, name):
         rest = rest + chunk if rest else chunk
-        while len(rest) >= PART_BYTES and (cut := _text_cut(rest)):
+        while cut := _text_cut(rest):
             offset += cut
             yield Block("text", name, rest[:cut], opens=opens, closes=False, end=offset, first_line=first_line)
             rest, opens = rest[cut:], False
@@ -150,21 +150,23 @@ def text_blocks(stream: IO[bytes], name: str, start: int, first_line: int = 1) -
 
 
 def _text_cut(data: bytes) -> int:
-    """Where to cut a text: after the last line feed that a visible ASCII byte follows.
+    """Where to cut a text: after the last line feed of its first part that a visible ASCII byte follows.
 
     Splitting patterns end a word there, so the ids are those of the uncut text. A text without such a place is cut
-    before a blank, or between characters; 0 while it may still come.
+    before a blank, or between characters. 0 while that cannot be told: the cuts depend on the text alone, not on how
+    much of it happens to be read.
     """
-    end = len(data)
+    if len(data) <= PART_BYTES:
+        return 0
+    end = PART_BYTES
     while (cut := data.rfind(b"\n", 0, end)) >= 0:
-        if cut + 1 < len(data) and 0x20 < data[cut + 1] < 0x7F:
+        if 0x20 < data[cut + 1] < 0x7F:
             return cut + 1
         end = cut
-    if len(data) < 4 * PART_BYTES:
+    if len(data) <= 4 * PART_BYTES:
         return 0
-    if (blank := data.rfind(b" ")) > 0:
-        return blank
-    return next(cut for cut in range(len(data) - 1, 0, -1) if data[cut] & 0xC0 != 0x80)
+    blank = data.rfind(b" ", 1, 4 * PART_BYTES)
+    return blank if blank > 0 else next(cut for cut in range(4 * PART_BYTES, 0, -1) if data[cut] & 0xC0 != 0x80)
 
 
 def _chunks(stream: IO[bytes], name: str) -> Iterator[bytes]:
@@ -221,27 +223,48 @@ def open_zstandard(raw: IO[bytes], name: str) -> Iterator[IO[bytes]]:
         import zstandard
     except ImportError as error:
         raise missing_library("zstandard", name) from error
-
-    class Reader(io.RawIOBase):
-        """Turns the library's error into one that the callers of a file expect."""
-
-        def __init__(self, stream: Any) -> None:
-            self._stream = stream
-
-        def readable(self) -> bool:
-            """Yes."""
-            return True
-
-        def readinto(self, buffer: Any) -> int:
-            """Fill `buffer`."""
-            try:
-                return self._stream.readinto(buffer)
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
-
-    frames = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    with io.BufferedReader(Reader(frames), BLOCK_BYTES) as stream:
+    with io.BufferedReader(_Frames(raw, zstandard), BLOCK_BYTES) as stream:
         yield stream
+
+
+class _Frames(io.RawIOBase):
+    """Decompressed zstandard frames. The library's own reader takes a cut file for a complete one."""
+
+    def __init__(self, raw: IO[bytes], zstandard: Any) -> None:
+        self._raw = raw
+        self._library = zstandard
+        self._frame: Any = None
+        self._compressed = b""
+        self._plain = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer`; 0 at the end of the last frame."""
+        while not self._plain:
+            self._compressed = self._compressed or self._raw.read(1 << 16)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise OSError("its last zstandard frame is cut")
+                return 0
+            self._decompress()
+        count = min(len(buffer), len(self._plain))
+        buffer[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
+        return count
+
+    def _decompress(self) -> None:
+        if self._frame is None:
+            self._frame = self._library.ZstdDecompressor().decompressobj()
+        try:
+            self._plain = memoryview(self._frame.decompress(self._compressed))
+        except self._library.ZstdError as error:
+            raise OSError(str(error)) from error
+        self._compressed = self._frame.unused_data if self._frame.eof else b""
+        if self._frame.eof:
+            self._frame = None
 
 
 def missing_library(package: str, name: str) -> UserError:
@@ -277,6 +300,8 @@ def _json_text(line: bytes, where: str, text_key: str) -> str:
     text = row[text_key]
     if not isinstance(text, str):
         raise UserError(f"{where}: {text_key!r} is {type(text).__name__}; want a string")
+    if b"\\u" in line and any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{where}: {text_key!r} holds a lone surrogate (half of a character), which has no UTF-8 form")
     return text
 
 

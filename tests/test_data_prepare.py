@@ -1,0 +1,268 @@
+"""The token sets that scripts/prepare_data.py writes: the same however they are made, resumable, checkable."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, DataConfig
+from jaxpar.data import build, open_data, prepare, sources
+from jaxpar.data.build import Inputs, build_token_set
+from jaxpar.data.encode import Recipe
+from jaxpar.data.prepare import PrepareOptions
+from jaxpar.data.store import open_manifest, open_store, verify_store
+from jaxpar.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "prepare_data.py"
+
+
+def write_corpus(folder, count=400):
+    rng = np.random.default_rng(0)
+    rows = [json.dumps({"text": "".join(map(chr, rng.integers(97, 123, n)))}) for n in rng.integers(0, 2000, count)]
+    (folder / "a.jsonl").write_text("\n".join(rows[: count // 2]) + "\n")
+    (folder / "b.jsonl").write_text("\n".join(rows[count // 2 :]))
+    (folder / "c.txt").write_text("a text of its own\n" * 50)
+    return (str(folder / "a.jsonl"), str(folder / "b.jsonl"), str(folder / "c.txt"))
+
+
+def contents(folder):
+    """Every file of a token set but the key of its inputs."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "inputs.key"}
+
+
+def run(*arguments, **options):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1 << 14)
+
+
+def test_processes_do_not_change_the_result(tmp_path):
+    files = write_corpus(tmp_path)
+    for count in (1, 2):
+        done = run(*files, f"--output={tmp_path}/set{count}", f"--processes={count}")
+        assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "set1") == contents(tmp_path / "set2")
+    store = open_store(tmp_path / "set1")
+    assert verify_store(tmp_path / "set1") == []
+    manifest = open_manifest(tmp_path / "set1")
+    assert [source["documents"] for source in manifest["sources"]][2] == 1
+    lengths = np.concatenate([d.length for d in store.documents()])
+    assert manifest["documents"] == len(lengths)
+    assert manifest["tokens"] == lengths.sum() == manifest["text_bytes"] + len(lengths)
+    assert manifest["tokenizer"]["sha256"]
+    assert run(f"--verify={tmp_path}/set1").returncode == 0
+
+
+@pytest.mark.parametrize("stop", [1, 5, 20, 26, 27])
+def test_a_killed_build_goes_on_exactly(tmp_path, small_blocks, monkeypatch, stop):
+    files = tuple(map(Path, write_corpus(tmp_path)))
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    build_token_set(whole, Inputs(files), Recipe(add_bos=True))
+    monkeypatch.setattr(build, "COMMIT_INTERVAL_S", 0.0)
+    seen = []
+
+    def die(counts, writer):
+        seen.append(writer.num_tokens)
+        if len(seen) == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_token_set(halves, Inputs(files, key="k"), Recipe(add_bos=True), on_progress=die)
+    # What was written after the last commit is cut off.
+    with (halves / "tokens-00000.bin").open("ab") as stream:
+        stream.write(b"half a document")
+    build_token_set(halves, Inputs(files, key="k"), Recipe(add_bos=True))
+    assert contents(whole) == contents(halves)
+
+
+def test_a_text_killed_between_its_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(sources, "PART_BYTES", 4000)
+    monkeypatch.setattr(build, "COMMIT_INTERVAL_S", 0.0)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("".join(f"line {i}\n" for i in range(3000)))
+    files = (tmp_path / "a.txt", tmp_path / "b.txt")
+    build_token_set(tmp_path / "whole", Inputs(files), Recipe())
+    stops = 0
+    while True:
+        count = 0
+
+        def die(counts, writer):
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise KeyboardInterrupt
+
+        try:
+            build_token_set(tmp_path / "parts", Inputs(files, key="k"), Recipe(), on_progress=die)
+            break
+        except KeyboardInterrupt:
+            stops += 1
+    assert stops > 5
+    assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
+
+
+def test_shards(tmp_path, small_blocks):
+    files = tuple(map(Path, write_corpus(tmp_path)))
+    build_token_set(tmp_path / "one", Inputs(files), Recipe())
+    build_token_set(tmp_path / "many", Inputs(files), Recipe(), shard_tokens=50_000)
+    one, many = open_store(tmp_path / "one"), open_store(tmp_path / "many")
+    assert len(many.shards) > 4
+
+    def rows(store):
+        return [
+            store.read(s, n).tolist() for d in store.documents() for s, n in zip(d.start.tolist(), d.length.tolist())
+        ]
+
+    assert rows(one) == rows(many)
+    config = Config(seq_len=64, data=DataConfig(source="tokens", files=(f"{tmp_path}/one",), eval_fraction=0.1))
+    other = Config(seq_len=64, data=DataConfig(source="tokens", files=(f"{tmp_path}/many",), eval_fraction=0.1))
+    a, b = open_data(config, tmp_path).train, open_data(other, tmp_path).train
+    assert len(a) == len(b)
+    assert all(np.array_equal(a.row(i)[key], b.row(i)[key]) for i in range(0, len(a), 17) for key in a.row(0))
+
+
+def test_token_sets_give_the_rows_of_the_texts(tmp_path):
+    files = write_corpus(tmp_path)
+    build_token_set(tmp_path / "set", Inputs(tuple(map(Path, files))), Recipe())
+    text = open_data(Config(seq_len=64, data=DataConfig(source="files", files=files)), tmp_path)
+    tokens = open_data(Config(seq_len=64, data=DataConfig(source="tokens", files=(f"{tmp_path}/set",))), tmp_path)
+    for a, b in ((text.train, tokens.train), (text.evaluation, tokens.evaluation)):
+        assert a.identity == b.identity
+        assert all(np.array_equal(a.row(i)["tokens"], b.row(i)["tokens"]) for i in range(len(a)))
+    assert tokens.tokenizer.name == "bytes"
+    assert tokens.bytes_per_token == text.bytes_per_token
+
+
+def test_standard_input(tmp_path):
+    rows = b'{"text": "one"}\n{"text": "two"}\n'
+    for name, data, documents in (("jsonl", rows, 2), ("text", b"{\x20not json".replace(b"{", b"(") * 9, 1)):
+        done = run_with_input(data, "-", f"--output={tmp_path}/{name}")
+        assert done.returncode == 0, done.stderr
+        assert open_manifest(tmp_path / name)["documents"] == documents
+    done = run_with_input(b"", "-", f"--output={tmp_path}/empty")
+    assert done.returncode == 2
+    assert b"standard input: is empty" in done.stderr
+
+
+def run_with_input(data, *arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, input=data, capture_output=True, timeout=60)
+
+
+def test_the_output_is_left_alone_when_complete_and_protected_when_not(tmp_path, capsys):
+    files = write_corpus(tmp_path, 20)
+    options = PrepareOptions(files, tmp_path / "set", Recipe())
+    first = prepare.prepare(options)
+    assert prepare.prepare(options) == first
+    assert "is complete already" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"was made of other inputs or settings"):
+        prepare.prepare(PrepareOptions(files, tmp_path / "set", Recipe(add_eos=False)))
+    (tmp_path / "c.txt").write_text("changed")
+    with pytest.raises(UserError, match=r"was made of other inputs or settings"):
+        prepare.prepare(options)
+
+
+def test_damage_is_found(tmp_path):
+    files = write_corpus(tmp_path, 20)
+    prepare.prepare(PrepareOptions(files, tmp_path / "set", Recipe()))
+    tokens = tmp_path / "set" / "tokens-00000.bin"
+    data = bytearray(tokens.read_bytes())
+    data[100] ^= 1
+    tokens.write_bytes(data)
+    done = run(f"--verify={tmp_path}/set")
+    assert done.returncode == 2
+    assert "tokens-00000.bin" in done.stderr
+    tokens.write_bytes(data[:-1])
+    with pytest.raises(UserError, match=r"tokens-00000.bin: .* bytes; want"):
+        open_store(tmp_path / "set")
+
+
+def test_mistakes_end_with_one_message(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"texd": "x"}\n')
+    for arguments, message in [
+        (
+            [tmp_path / "a.jsonl", f"--output={tmp_path}/o", "--processes=2"],
+            f"{tmp_path}/a.jsonl, line 2: no key 'text'",
+        ),
+        ([tmp_path / "nothing", f"--output={tmp_path}/o"], "matches no file"),
+        ([tmp_path / "a.jsonl", f"--output={tmp_path}/o", "--tokenizer=none.json"], "none.json does not exist"),
+        ([tmp_path / "a.jsonl"], "want INPUT and --output"),
+    ]:
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
+def test_killed_script_leaves_no_worker_and_goes_on(tmp_path):
+    """A script killed in the middle: its workers end, and the next call finishes the same set."""
+    rng = np.random.default_rng(0)
+    row = json.dumps({"text": "".join(map(chr, rng.integers(97, 123, 20_000)))}) + "\n"
+    (tmp_path / "a.jsonl").write_text(row * 1500)
+    arguments = [f"{tmp_path}/a.jsonl", f"--output={tmp_path}/set", "--processes=2"]
+    script = subprocess.Popen([sys.executable, str(SCRIPT), *arguments], stderr=subprocess.DEVNULL)
+    unfinished = tmp_path / ".set.unfinished"
+    while not (workers := children(script.pid)):
+        assert script.poll() is None
+    script.send_signal(signal.SIGKILL)
+    script.wait()
+    deadline = time.monotonic() + 30
+    while any(alive(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(worker) for worker in workers)
+    assert unfinished.is_dir()
+    assert not (tmp_path / "set").exists()
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "going on with the unfinished work" in done.stderr
+    assert open_manifest(tmp_path / "set")["documents"] == 1500
+    assert not unfinished.exists()
+
+
+def children(pid):
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listed.read_text().split()] if listed.exists() else []
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_help_does_not_import_jax():
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = ['prepare_data.py', '--help']\n"
+        f"try:\n    runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\nexcept SystemExit:\n    pass\n"
+        "print('LOADED', [m for m in ('jax', 'numpy', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "LOADED []" in done.stdout
+
+
+def test_opening_data_does_not_import_jax(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from jaxpar.data import open_data; from jaxpar.config import *\n"
+        f"open_data(Config(data=DataConfig(source='files', files=('{tmp_path}/a.txt',), eval_fraction=0.0)),"
+        f" Path('{tmp_path}')); print('jax' in sys.modules, 'grain' in sys.modules)"
+    )
+    (tmp_path / "a.txt").write_text("text")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.split() == ["False", "False"], done.stderr
