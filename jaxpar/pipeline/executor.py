@@ -47,7 +47,7 @@ def value_and_grad(
     ends_specs: Any = EVERYWHERE,
     batch_axes: Sequence[str] = (),
     constrain: Callable[[Array], Array] = lambda x: x,
-    constrain_grads: Callable[[Any], Any] = lambda grads: grads,
+    constrain_grads: Callable[[Params], Params] = lambda grads: grads,
 ) -> Callable[[Params, Any], tuple[Totals, Params]]:
     """`(params, batch) -> (totals, float32 gradients)` of the summed loss, run by `schedule` over the axis `stage`.
 
@@ -66,9 +66,10 @@ def value_and_grad(
             exist; gradients are summed over them once per step instead of once per microbatch. For parameters that
             are not split over them.
         constrain: places an activation on the automatic axes.
-        constrain_grads: places the accumulators of the stages' gradients, leaves `[chunks, ...]`.
+        constrain_grads: places the gradient accumulators; the leaves of `stages` are `[chunks, ...]` there.
 
-    Leaves of `batch` are `[microbatches, rows, ...]`. Raises `UserError` for sizes that do not fit. Call it in `jit`.
+    Leaves of `batch` are `[microbatches, rows, ...]`, or `[microbatches]` for a number per microbatch. Call it in
+    `jit`. Raises `UserError` for sizes that do not fit.
 
     Example::
 
@@ -132,7 +133,9 @@ def _make_spec(
 def _bind(spec: Spec) -> Callable[[Params, Any], tuple[Totals, Params]]:
     program = allocate(spec.schedule)
     params_specs = Params(spec.ends_specs, P(STAGE))
-    batch_spec = P(None, spec.batch_axes or None)
+
+    def rows_spec(leaf: Array) -> P:
+        return P(None, spec.batch_axes or None) if leaf.ndim > 1 else P()
 
     def body(params: Params, constants: Any, batch: Any) -> tuple[Totals, Params]:
         local = Params(params.ends, jax.tree.map(lambda a: a[0], params.stages))
@@ -140,17 +143,17 @@ def _bind(spec: Spec) -> Callable[[Params, Any], tuple[Totals, Params]]:
         return machine.run()
 
     grads_specs = params_specs if spec.schedule.has_backward else P()
-    mapped = jax.shard_map(
-        body,
-        mesh=spec.mesh,
-        axis_names={STAGE, *spec.batch_axes},
-        in_specs=(params_specs, P(STAGE), batch_spec),
-        out_specs=(P(), grads_specs),
-        check_vma=False,  # the types of what varies over stages would have to reach into every model's scans
-    )
 
     def call(params: Params, batch: Any) -> tuple[Totals, Params]:
         _check_sizes(spec.schedule, params, spec.constants, batch)
+        mapped = jax.shard_map(
+            body,
+            mesh=spec.mesh,
+            axis_names={STAGE, *spec.batch_axes},
+            in_specs=(params_specs, P(STAGE), jax.tree.map(rows_spec, batch)),
+            out_specs=(P(), grads_specs),
+            check_vma=False,  # the types of what varies over stages would have to reach into every model's scans
+        )
         return mapped(params, spec.constants, batch)
 
     return call

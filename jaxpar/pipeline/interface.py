@@ -58,4 +58,4 @@ class Spec:
     ends_specs: Any
     batch_axes: tuple[str, ...]
     constrain: Callable[[Array], Array]
-    constrain_grads: Callable[[Any], Any]
+    constrain_grads: Callable[[Params], Params]

@@ -81,7 +81,7 @@ class Machine:
         x_ring = ring([self.no_x], sizes["x"] + 1)
         if pieces is None:
             return _Carry(x_ring, no_ring, no_ring, no_ring, no_ring, Params((), ()), totals)
-        grads = Params(zeros32(self.params.ends), self.spec.constrain_grads(zeros32(self.params.stages)))
+        grads = self.spec.constrain_grads(Params(zeros32(self.params.ends), zeros32(self.params.stages)))
         return _Carry(
             x_ring,
             ring([self.no_x], sizes["g"] + 1),

@@ -1,0 +1,62 @@
+"""Natural `[layer, ...]` leaves <-> the `[stage, chunk, layer, ...]` leaves that a pipelined run keeps.
+
+Checkpoints and one-device runs have the natural order; a pipelined state has one slot per layer of every chunk, with
+zeros in slots that pad a shorter chunk. Leaves are recognised by their logical axes, so whole train states can be
+turned: parameters, gradients and optimizer moments alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.pipeline.assign import Assignment
+
+Tree = TypeVar("Tree")
+NATURAL = ("layer",)
+STAGED = ("stage", "chunk", "layer")
+
+
+def to_stages(tree: Tree, assignment: Assignment) -> Tree:
+    """`tree` with every natural stack of layers in slots; what has no dim `layer` stays as it is."""
+    slots = assignment.layers()
+
+    def turn(leaf: jax.Array) -> jax.Array:
+        if assignment.is_even:  # a reshape, which moves nothing between devices when there is one chunk
+            parts = leaf.reshape(assignment.chunks, assignment.stages, assignment.slots, *leaf.shape[1:])
+            return parts.swapaxes(0, 1)
+        taken = leaf[jnp.maximum(slots, 0)]
+        live = (slots >= 0).reshape(slots.shape + (1,) * (leaf.ndim - 1))
+        return jnp.where(live, taken, jnp.zeros_like(taken))
+
+    return _turn_stacks(tree, NATURAL, (assignment.num_layers,), STAGED, turn)
+
+
+def from_stages(tree: Tree, assignment: Assignment) -> Tree:
+    """The inverse of `to_stages`; what padding slots hold is dropped."""
+    shape = assignment.layers().shape
+
+    def turn(leaf: jax.Array) -> jax.Array:
+        if assignment.is_even:
+            return leaf.swapaxes(0, 1).reshape(assignment.num_layers, *leaf.shape[3:])
+        flat = leaf.reshape(-1, *leaf.shape[3:])
+        return flat[assignment.positions()]
+
+    return _turn_stacks(tree, STAGED, shape, NATURAL, turn)
+
+
+def _turn_stacks(tree: Any, old: tuple[str, ...], sizes: tuple[int, ...], new: tuple[str, ...], turn: Any) -> Any:
+    """Apply `turn` to arrays whose leading axes are `old`, and rename these axes to `new`."""
+
+    def visit(node: Any) -> Any:
+        if not isinstance(node, nnx.Variable) or tuple(getattr(node, "axes", ())[: len(old)]) != old:
+            return node
+        value = node[...]
+        if tuple(value.shape[: len(old)]) == sizes:  # not so for the placeholders of factored moments
+            value = turn(value)
+        return node.replace(value, axes=new + tuple(node.axes[len(old) :]))
+
+    return jax.tree.map(visit, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))

@@ -1,0 +1,290 @@
+"""The project's own Transformer on the pipeline executor: from a config to a gradient function of sums.
+
+A pipelined run keeps its parameters arranged as `[stage, chunk, layer, ...]` (see `arrange`) and its vocabulary split
+over `stage`; everything else, from the optimizer to ZeRO, sees an ordinary tree of named, sharded arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config import Config
+from jaxpar.errors import UserError
+from jaxpar.models.loss import Sums
+from jaxpar.models.transformer import Transformer
+from jaxpar.names import is_matrix
+from jaxpar.pipeline import vocabulary
+from jaxpar.pipeline.arrange import from_stages, to_stages
+from jaxpar.pipeline.assign import Assignment, assign_layers
+from jaxpar.pipeline.executor import evaluate, value_and_grad
+from jaxpar.pipeline.generators import named
+from jaxpar.pipeline.interface import STAGE, Params, Side, Totals
+from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.simulate import Costs, choose
+from jaxpar.pipeline.split import StageOut
+from jaxpar.sharding import Layout, Placement, Rules, map_parameters
+from jaxpar.tree import from_named, named_leaves
+
+Batch = Mapping[str, jax.Array]
+log = logging.getLogger(__name__)
+# zb_h1 is left out: it needs unrolled layers and stored residuals, which is for the user to decide
+AUTO_ONE_CHUNK, AUTO_CHUNKS = ("gpipe", "1f1b", "fused"), ("fused", "interleaved")
+MAY_REDUCE_ONCE = ("replica", "data")  # batch axes whose gradients can be summed at the end of the step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A pipelined model.
+
+    grads(params, batch, row_keys, scale) -> (Sums, float32 gradients), evaluate(params, batch) -> Sums: `params` are
+    arranged, batches are [B, T] as everywhere. to_stages and from_stages turn any tree of parameters, gradients or
+    optimizer state; `layout` is the run's layout with the vocabulary split over the stages as well.
+    """
+
+    schedule: Schedule
+    assignment: Assignment
+    layout: Layout
+    grads: Callable[[Transformer, Batch, jax.Array | None, jax.Array], tuple[Sums, Transformer]]
+    evaluate: Callable[[Transformer, Batch], Sums]
+
+    def to_stages(self, tree: Any) -> Any:
+        """Natural -> arranged."""
+        return to_stages(tree, self.assignment)
+
+    def from_stages(self, tree: Any) -> Any:
+        """Arranged -> natural."""
+        return from_stages(tree, self.assignment)
+
+
+def make_pipeline(config: Config, layout: Layout, model: Transformer) -> Pipeline:
+    """The pipeline of a config. `model` has natural leaves and may be abstract (`jax.eval_shape`).
+
+    Raises `UserError` for a schedule or sizes that do not fit. The layers of every stage are logged.
+    """
+    stages = layout.mesh.shape[STAGE]
+    schedule = pick_schedule(config, stages)
+    assignment = assign_layers(layer_costs(config), stages=stages, chunks=schedule.chunks)
+    log.info("pipeline: %s, %d microbatches\n%s", schedule.name, schedule.microbatches, assignment.table())
+    stored = _with_rules(layout, {"vocab": (STAGE, *layout.rules.axes("vocab"))})
+    parts = _Parts.make(config, stored, layout, model, schedule, assignment)
+    return Pipeline(schedule, assignment, stored, parts.grads(), parts.evaluate())
+
+
+def pick_schedule(config: Config, stages: int) -> Schedule:
+    """The schedule that `config.pipeline` names; "auto" is the cheapest by the simulator."""
+    settings = config.pipeline
+    microbatches = settings.microbatches or 2 * stages
+    if config.global_batch % microbatches:
+        raise UserError(
+            f"global_batch={config.global_batch} does not divide into pipeline.microbatches={microbatches}; "
+            "set one to a multiple of the other"
+        )
+    if settings.schedule != "auto":
+        return named(settings.schedule, stages=stages, microbatches=microbatches, chunks=settings.chunks)
+    costs = Costs(recompute=1.0 if config.remat == "full" else 0.0)
+    names = AUTO_ONE_CHUNK if settings.chunks == 1 else AUTO_CHUNKS
+    choice = choose(stages, microbatches, costs=costs, chunks=(settings.chunks,), names=names)
+    log.info("pipeline.schedule='auto':\n%s", choice.table())
+    return choice.schedule
+
+
+def layer_costs(config: Config) -> list[float]:
+    """Relative cost of every layer: its weights' multiplications and its attention scores, per token."""
+    model = config.model
+    projections = 2 * model.embed_dim * model.head_size * (model.num_heads + model.kv_heads)
+    window = model.window if model.window is not None else config.seq_len
+    costs = []
+    for layer in range(model.num_layers):
+        is_local = model.window is not None and model.window_pattern[layer % len(model.window_pattern)]
+        span = min(window, config.seq_len) if is_local else config.seq_len
+        scores = model.num_heads * model.head_size * span
+        hidden = model.mlp_dim
+        if model.moe.num_experts and layer >= model.moe.first_dense:
+            hidden = (model.moe.expert_dim or model.mlp_dim) * (model.moe.experts_per_token + model.moe.num_shared)
+        costs.append(float(projections + scores + (3 if model.gated else 2) * model.embed_dim * hidden))
+    return [cost / max(costs) for cost in costs]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Parts:
+    """The three functions of the model, cut for the executor."""
+
+    template: Transformer  # only for its methods: its leaves are never read
+    schedule: Schedule
+    assignment: Assignment
+    stored: Layout
+    inside: Any  # a Layout: what the functions see: without `stage`, and without axes that split rows by hand
+    batch_axes: tuple[str, ...]
+    casts_first: bool
+    microbatches: int
+
+    @staticmethod
+    def make(
+        config: Config, stored: Layout, layout: Layout, model: Transformer, schedule: Schedule, assignment: Assignment
+    ) -> _Parts:
+        batch_axes = ()
+        if layout.zero <= 1:  # gradients are whole on every device, so one sum per step does
+            batch_axes = tuple(axis for axis in MAY_REDUCE_ONCE if layout.mesh.shape[axis] > 1)
+        rows = tuple(axis for axis in layout.rules.axes("batch") if axis not in batch_axes)
+        template = jax.tree.map(lambda a: a, model)
+        if schedule.splits_weights:  # a scan's equation gives dx and dparams together
+            template.config = dataclasses.replace(model.config, scan_layers=False)
+        return _Parts(
+            template=template,
+            schedule=schedule,
+            assignment=assignment,
+            stored=stored,
+            inside=_with_rules(layout, {"batch": rows}),
+            batch_axes=batch_axes,
+            # Without recomputation the cast weights of every microbatch in flight would be kept; cast outside the
+            # scan over layers they depend on parameters alone, and are computed again.
+            casts_first=config.remat in ("none", "attention"),
+            microbatches=schedule.microbatches,
+        )
+
+    def grads(self) -> Callable[[Transformer, Batch, jax.Array | None, jax.Array], tuple[Sums, Transformer]]:
+        def run(
+            params: Transformer, batch: Batch, row_keys: jax.Array | None, scale: jax.Array
+        ) -> tuple[Sums, Transformer]:
+            ends = _without_blocks(params)
+            function = value_and_grad(
+                self.stage, self.embed, self.head, self.schedule, self.stored.mesh,
+                constants=self.constants(), ends_specs=_stage_specs(ends), batch_axes=self.batch_axes,
+                constrain=self.constrain, constrain_grads=self.constrain_grads,
+            )  # fmt: skip
+            totals, grads = function(Params(ends, params.blocks), self.split(batch, row_keys, scale))
+            leaves = named_leaves(grads.ends) | {f"blocks/{k}": v for k, v in named_leaves(grads.stages).items()}
+            placed = jax.tree.map(
+                lambda g, p: jax.lax.with_sharding_constraint(g, self.stored.sharding(p.gradient)),
+                from_named(params, leaves),
+                self.stored.placements(params),
+                is_leaf=lambda node: isinstance(node, Placement),
+            )
+            return _sums(totals), placed
+
+        return run
+
+    def evaluate(self) -> Callable[[Transformer, Batch], Sums]:
+        def run(params: Transformer, batch: Batch) -> Sums:
+            ends = _without_blocks(params)
+            function = evaluate(
+                self.stage, self.embed, self.head, self.stored.mesh,
+                microbatches=self.microbatches, chunks=self.schedule.chunks, constants=self.constants(),
+                ends_specs=_stage_specs(ends), batch_axes=self.batch_axes, constrain=self.constrain,
+            )  # fmt: skip
+            return _sums(function(Params(ends, params.blocks), self.split(batch, None, jnp.float32(1.0))))
+
+        return run
+
+    def embed(self, ends: Transformer, batch: Batch) -> jax.Array:
+        return vocabulary.embed(ends, batch, self.inside, batch.get("row_keys"))
+
+    def head(self, ends: Transformer, y: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
+        sums = vocabulary.head_loss(ends, y, batch["targets"], batch["weights"], self.inside)
+        return sums.objective * batch["scale"], sums
+
+    def stage(self, blocks: Any, x: jax.Array, side: Side) -> StageOut:
+        """One chunk of layers; slots that pad it pass x on."""
+        traits, live = side.constants
+        if self.casts_first:
+            blocks = map_parameters(self._cast, blocks)
+        shared = self.template.side(side.batch, side.batch.get("row_keys"))
+        if self.assignment.is_even:
+            x, aux = self.template.run_blocks(blocks, traits, x, shared, self.inside)
+        else:
+            x, aux = self._run_live(blocks, traits, live, x, shared)
+        loss = aux.get("loss", jnp.zeros(())) * side.batch["scale"]
+        return StageOut(x, loss.astype(jnp.float32), aux)
+
+    def _run_live(self, blocks: Any, traits: Any, live: jax.Array, x: jax.Array, shared: Any) -> tuple[jax.Array, dict]:
+        """`run_blocks` over slots of which some are padding.
+
+        Padding is computed and thrown away: in lock-step the other stages' layers take that time anyway, and a
+        conditional would keep a copy of the weights for the backward pass.
+        """
+
+        def slot(x: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, dict]:
+            block, own, is_live = xs
+            block, own = jax.tree.map(lambda a: a[None], (block, own))
+            y, aux = self.template.run_blocks(block, own, x, shared, self.inside)
+            return jnp.where(is_live, y, x), jax.tree.map(lambda a: jnp.where(is_live, a, jnp.zeros_like(a)), aux)
+
+        if self.template.config.scan_layers:
+            x, aux = jax.lax.scan(slot, x, (blocks, traits, live))
+            return x, jax.tree.map(lambda a: a.sum(0), aux)
+        total: dict = {}
+        for i in range(self.assignment.slots):
+            x, aux = slot(x, jax.tree.map(lambda a, i=i: a[i], (blocks, traits, live)))
+            total = jax.tree.map(jnp.add, total, aux) if total else aux
+        return x, total
+
+    def constants(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Traits of the layer in every slot, and which slots hold a layer; `[stages, chunks, slots]`."""
+        layers = self.assignment.layers()
+        traits = {name: values[np.maximum(layers, 0)] for name, values in self.template.layer_traits().items()}
+        return traits, layers >= 0
+
+    def split(self, batch: Batch, row_keys: jax.Array | None, scale: jax.Array) -> dict[str, jax.Array]:
+        """[B, T] -> [microbatches, rows, T]: each takes every M-th row, so that the rows of a device stay on it."""
+        num = self.microbatches
+        parts = {}
+        for name, a in batch.items():
+            a = jnp.moveaxis(a.reshape(a.shape[0] // num, num, *a.shape[1:]), 1, 0)
+            spec = self.stored.rules.spec(("batch", "seq"))
+            parts[name] = jax.lax.with_sharding_constraint(a, self.stored.sharding(P(None, *spec)))
+        if row_keys is not None:
+            parts["row_keys"] = jnp.moveaxis(row_keys.reshape(-1, num), 1, 0)
+        return parts | {"scale": jnp.broadcast_to(scale.astype(jnp.float32), (num,))}
+
+    def constrain(self, x: jax.Array) -> jax.Array:
+        return self.inside.activation(x, "batch", "residual_seq", "embed")
+
+    def constrain_grads(self, grads: Params) -> Params:
+        """Accumulators where ZeRO wants the gradients; the leaves of stages are `[chunks, slots, ...]` here."""
+
+        def place(variable: nnx.Variable) -> nnx.Variable:
+            value = variable[...]
+            axes = variable.axes[len(variable.axes) - value.ndim :]
+            spec = self.inside.placement(axes, value.shape, "gradient").gradient
+            context = jax.sharding.get_abstract_mesh()
+            sharding = jax.sharding.NamedSharding(context, spec)
+            return variable.replace(jax.lax.with_sharding_constraint(value, sharding))
+
+        return map_parameters(place, grads)
+
+    def _cast(self, variable: nnx.Variable) -> nnx.Variable:
+        if not is_matrix(variable.axes):
+            return variable
+        return variable.replace(variable[...].astype(self.inside.compute_dtype))
+
+
+def _with_rules(layout: Layout, changed: Mapping[str, tuple[str, ...]]) -> Layout:
+    return dataclasses.replace(layout, rules=Rules({**layout.rules.table, **changed}))
+
+
+def _without_blocks(params: Transformer) -> Transformer:
+    ends = jax.tree.map(lambda a: a, params)
+    del ends.blocks
+    return ends
+
+
+def _stage_specs(ends: Transformer) -> Transformer:
+    """How the executor splits embedding and head by hand: the vocabulary over the stages, nothing else."""
+
+    def spec(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(P(*(STAGE if name == "vocab" else None for name in variable.axes)))
+
+    return map_parameters(spec, ends)
+
+
+def _sums(totals: Totals) -> Sums:
+    return totals.head.with_aux(totals.stages)
