@@ -44,6 +44,11 @@ class Assembly:
         votes = dict(self._client.key_value_dir_get(f"{key}/"))
         return sorted(int(name.rsplit("/", 1)[1]) for name, vote in votes.items() if vote)
 
+    def meet(self) -> None:
+        """Return when every process has come here."""
+        if self._count > 1:
+            self._client.wait_at_barrier(self._next_key(), self._timeout_ms)
+
     def _next_key(self) -> str:
         self._number += 1
         return f"{self._prefix}/{self._number}"

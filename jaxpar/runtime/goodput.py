@@ -20,6 +20,7 @@ from typing import Any
 
 NAME = "goodput.jsonl"
 _INTERVAL_S = 5.0
+_NOT_OWN = ("step", "other", "compile", "restore")  # phases in which processes wait for each other, or that pass once
 
 
 class Ledger:
@@ -147,10 +148,11 @@ def slowest(seconds_by_process: dict[int, dict[str, float]]) -> str | None:
     Between two steps every process waits for the last one, so the slowest is the one that spent most time on its own
     affairs (data, saving), not the one with the longest steps.
     """
-    own = {
-        rank: sum(value for name, value in seconds.items() if name not in ("step", "other"))
+    phases = {
+        rank: {name: value for name, value in seconds.items() if name not in _NOT_OWN}
         for rank, seconds in seconds_by_process.items()
     }
+    own = {rank: sum(seconds.values()) for rank, seconds in phases.items()}
     if len(own) < 2:
         return None
     rank = max(own, key=lambda key: own[key])

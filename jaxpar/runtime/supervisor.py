@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,10 +25,10 @@ from typing import IO
 
 RETRY = 75
 _POLL_S = 0.05
-_FOLLOW_S = 10.0  # after the first death the others have this long to end by themselves, with their own messages
+_FOLLOW_S = 5.0  # after the first death the others have this long to end by themselves, with their own messages
 _TAIL_LINES = 60
-# gloo announces every connection on stderr, and no setting stops it.
-_NOISE = ("[Gloo]",)
+# gloo announces every connection on stderr, its lines sometimes mixed up, and no setting stops it.
+_NOISE = re.compile(r"\[Gloo\]|peer ranks\. Expected number of connected")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Supervisor:
     def _copy(self, rank: int, pipe: IO[bytes], target: IO[str], prefix: str) -> None:
         for raw in pipe:
             line = raw.decode(errors="replace").rstrip("\n")
-            if line.startswith(_NOISE):
+            if _NOISE.search(line):
                 continue
             self._tails[rank].append(line)
             target.write(f"{prefix}{line}\n")

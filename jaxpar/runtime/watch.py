@@ -12,11 +12,12 @@ import jax
 
 from jaxpar.config import Config
 from jaxpar.runtime import goodput
-from jaxpar.runtime.coordination import Board
+from jaxpar.runtime.coordination import Assembly, Board
 from jaxpar.runtime.goodput import Ledger
 from jaxpar.runtime.signals import StopSignals
 from jaxpar.runtime.watchdog import Watchdog
 
+_START_S = 24 * 3600.0
 _REPORT_S = 3.0  # the other processes end at the same step; whoever is later than this is not in the report
 
 
@@ -25,6 +26,7 @@ class RunWatch:
 
     def __init__(self, signals: StopSignals, watchdog: Watchdog, ledger: Ledger) -> None:
         self._signals, self._watchdog, self._ledger = signals, watchdog, ledger
+        self._assembly = Assembly("start", timeout_s=_START_S)
 
     def stop_requested(self, step: int) -> bool:
         """Whether to save after `step` and leave; every process of a run gives the same answer."""
@@ -40,6 +42,10 @@ class RunWatch:
         """Context in which no step is expected to finish: compiling, evaluating, saving."""
         with self._watchdog.busy(what), self._ledger.phase(what):
             yield
+        if self._ledger.step is None:
+            # Processes compile at different speeds, and the first collective waits only half a minute for the last
+            # one. Here the wait has no such limit; the watchdog has an eye on it.
+            self._assembly.meet()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -3,7 +3,8 @@
 A collective has no deadline: one process that is stopped, or stuck in its data, blocks all others for ever while every
 heartbeat goes on. The watchdog of each process notes when the last step finished. After `timeout_s` it prints all
 Python stacks, names the processes that fell silent or behind, and ends the process with exit code 75, so that a
-supervisor starts all of them again.
+supervisor starts all of them again. A process that waits for one that is alive and compiling, saving or evaluating
+goes on waiting.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._rank, self._num_processes, self._board, self._end = rank, num_processes, board, end
         self._beat_s = min(max(timeout_s / 8, 0.05), 30.0)
+        self._stale_s = 3 * self._beat_s + 1.0  # a note older than this comes from a process that fell silent
         self._lock = threading.Lock()
         self._busy: list[str] = []
         self._step: int | None = None
@@ -75,7 +77,10 @@ class Watchdog:
                 silent_s = 0.0 if busy else time.monotonic() - self._last
             self._pin(step, busy)
             if silent_s > self.timeout_s and not self._stop.is_set():
-                self._bark(step, silent_s)
+                notes = self._read()
+                if self._somebody_is_busy(notes):
+                    continue  # a slower compile elsewhere: this process waits for its peer, not for nothing
+                self._bark(step, silent_s, notes)
                 return
 
     def _pin(self, step: int | None, busy: list[str]) -> None:
@@ -88,25 +93,35 @@ class Watchdog:
         self._pinning = threading.Thread(target=_quietly, args=(self._board.pin, self._rank, note), daemon=True)
         self._pinning.start()
 
-    def _bark(self, step: int | None, silent_s: float) -> None:
+    def _read(self) -> dict[int, dict[str, Any]] | None:
+        return self._board.read() if self._board is not None and self._num_processes > 1 else {}
+
+    def _somebody_is_busy(self, notes: dict[int, dict[str, Any]] | None) -> bool:
+        now = time.time()
+        return any(
+            note["busy"] and now - note["time"] <= self._stale_s
+            for rank, note in (notes or {}).items()
+            if rank != self._rank
+        )
+
+    def _bark(self, step: int | None, silent_s: float, notes: dict[int, dict[str, Any]] | None) -> None:
         where = f"process {self._rank} of {self._num_processes}"
         after = "the first step" if step is None else f"the step after {step}"
         lines = [
             f"watchdog: {where} waited {silent_s:.1f} s for {after} (runtime.step_timeout_s = {self.timeout_s:g})",
-            *(f"watchdog: {line}" for line in self._suspects(step)),
+            *(f"watchdog: {line}" for line in self._suspects(step, notes)),
         ]
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         print(f"watchdog: {where} ends with exit code {RETRY}", file=sys.stderr, flush=True)
         self._end(RETRY)
 
-    def _suspects(self, step: int | None) -> list[str]:
-        if self._board is None or self._num_processes == 1:
+    def _suspects(self, step: int | None, notes: dict[int, dict[str, Any]] | None) -> list[str]:
+        if self._num_processes == 1:
             return []
-        notes = self._board.read()
         if notes is None:
             return ["process 0, which coordinates, does not answer: it is stopped or its host is lost"]
-        return suspects(notes, self._num_processes, now=time.time(), step=step, stale_s=3 * self._beat_s + 1.0)
+        return suspects(notes, self._num_processes, now=time.time(), step=step, stale_s=self._stale_s)
 
 
 def suspects(
@@ -124,9 +139,9 @@ def suspects(
             )
         elif (note["step"] or 0) < (step or 0):
             lines.append(f"process {rank} is behind: at step {note['step']}" + _doing(note))
-        elif note["busy"]:
-            lines.append(f"process {rank} is busy" + _doing(note))
-    return lines or ["every process answers and none is behind: a collective does not return (network or driver)"]
+    return lines or [
+        "every process answers and none is behind or busy: a collective does not return (network or driver)"
+    ]
 
 
 def _doing(note: dict[str, Any]) -> str:
