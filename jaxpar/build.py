@@ -21,6 +21,7 @@ from jaxpar.config import Config
 from jaxpar.mesh import make_mesh
 from jaxpar.models.transformer import Transformer
 from jaxpar.optim import make_optimizer, make_schedule
+from jaxpar.pipeline.model import Pipeline, make_pipeline
 from jaxpar.precision import Precision, precision
 from jaxpar.sharding import Layout, Placement, make_layout
 from jaxpar.state import TrainState, abstract_with_shardings, init_state, state_shardings
@@ -53,7 +54,15 @@ class Built:
     shardings: TrainState
     placements: Any  # a Placement per parameter, shaped like the parameters
     batch_sharding: NamedSharding
-    to_natural: Callable[[Any], Any] = lambda tree: tree  # parameters or gradients -> natural [layer, ...] order
+    pipeline: Pipeline | None  # with parallel.stage > 1
+
+    def to_natural(self, tree: Any) -> Any:
+        """A state, parameters or gradients in the run's arrangement -> natural [layer, ...] order."""
+        return self.pipeline.from_stages(tree) if self.pipeline else tree
+
+    def from_natural(self, tree: Any) -> Any:
+        """The inverse of `to_natural`."""
+        return self.pipeline.to_stages(tree) if self.pipeline else tree
 
 
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:
@@ -67,13 +76,19 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:
     schedule = make_schedule(config.optimizer, config.steps)
     optimizer = make_optimizer(config.optimizer, schedule)
 
+    make_model = model_maker(config, policy)
+    evaluate = functools.partial(eval_step, sharder=layout)
+    pipeline = None
+    if config.parallel.stage > 1:
+        pipeline = make_pipeline(config, layout, jax.eval_shape(make_model, jax.random.key(0)))
+        layout, evaluate = pipeline.layout, pipeline.evaluate
+        make_model = _arranged(make_model, pipeline)
+
     first_scale = FIRST_LOSS_SCALE if policy.loss_scaling else 1.0
-    init = functools.partial(
-        init_state, make_model=model_maker(config, policy), optimizer=optimizer, initial_scale=first_scale
-    )
+    init = functools.partial(init_state, make_model=make_model, optimizer=optimizer, initial_scale=first_scale)
     abstract = jax.eval_shape(init, jax.random.key(config.seed))
     shardings, placements = state_shardings(abstract, optimizer, layout)
-    grad_fn = make_grad_fn(config, layout, placements)
+    grad_fn = pipeline.grads if pipeline else make_grad_fn(config, layout, placements)
     rules = StepRules(
         grad_fn=grad_fn,
         optimizer=optimizer,
@@ -87,7 +102,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:
     batch = {name: jax.ShapeDtypeStruct(shape, t, sharding=layout.batch) for name, t in BATCH_DTYPES.items()}
     matmul = jax.default_matmul_precision(policy.matmul) if policy.matmul else None
     step = _with_precision(functools.partial(train_step, rules=rules), matmul)
-    evaluate = _with_precision(functools.partial(eval_step, sharder=layout), matmul)
+    evaluate = _with_precision(evaluate, matmul)
     return Built(
         config=config,
         mesh=mesh,
@@ -103,7 +118,12 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:
         shardings=shardings,
         placements=placements,
         batch_sharding=layout.batch,
+        pipeline=pipeline,
     )
+
+
+def _arranged(make_model: Callable[[jax.Array], Transformer], pipeline: Pipeline) -> Callable[[jax.Array], Transformer]:
+    return lambda key: pipeline.to_stages(make_model(key))
 
 
 def model_maker(config: Config, policy: Precision) -> Callable[[jax.Array], Transformer]:

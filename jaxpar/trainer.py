@@ -68,7 +68,14 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             compiled = built.step.lower(built.abstract_state, built.abstract_batch).compile()
             check_step(built, compiled)
         checkpoints = stack.enter_context(
-            Checkpoints(workdir / "checkpoints", config.checkpoint, is_main, report=progress.message)
+            Checkpoints(
+                workdir / "checkpoints",
+                config.checkpoint,
+                is_main,
+                to_disk=built.to_natural if built.pipeline else None,
+                from_disk=built.from_natural if built.pipeline else None,
+                report=progress.message,
+            )
         )
         with watch.busy("restore"):
             state, extra = _first_state(config, built, checkpoints, progress.message)

@@ -1,0 +1,99 @@
+"""Small models and the meshes that the sweeps try."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.build import build
+from jaxpar.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from jaxpar.layout_check import gradient_errors, loss_and_gradients, random_batch, relative_error
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_heads": 8, "num_kv_heads": 8},
+    "gpt2": {
+        "family": "gpt2", "num_heads": 8, "norm": "layer", "positions": "learned", "max_position": 64, "gated": False,
+        "activation": "gelu_tanh", "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+    },
+}  # fmt: skip
+
+
+def tiny(family: str = "llama", *, parallel: dict[str, Any] | None = None, model: dict[str, Any] | None = None,
+         **settings: Any) -> Config:  # fmt: skip
+    """A float32 model with 2 layers, width 64, 8 heads, vocabulary 97 and 64 positions."""
+    shape = {"num_layers": 2, "embed_dim": 64, "head_dim": 8, "mlp_dim": 64, "vocab_size": 97, "vocab_multiple": 8}
+    settings = {"seq_len": 64, "global_batch": 8, "precision": "float32"} | settings
+    return Config(
+        model=ModelConfig(**(shape | FAMILIES[family] | (model or {}))),
+        parallel=ParallelConfig(**({"data": 1} | (parallel or {}))),
+        optimizer=settings.pop("optimizer", OptimizerConfig(name="sgd", schedule="constant", weight_decay=0.0)),
+        **settings,
+    )
+
+
+def meshes() -> list[dict[str, Any]]:
+    """Every way of splitting 8 devices over replica, data and tensor; ZeRO level and sequence parallelism vary."""
+    found = []
+    for replica, data, tensor in itertools.product((1, 2, 4, 8), repeat=3):
+        if replica * data * tensor != 8:
+            continue
+        levels = (0, 1, 2, 3) if data > 1 else (0,)
+        for zero, sequence in itertools.product(levels, (False, True) if tensor > 1 else (False,)):
+            found.append(
+                {"replica": replica, "data": data, "tensor": tensor, "zero": zero, "sequence_parallel": sequence}
+            )
+    return found
+
+
+def cases() -> list[tuple[str, dict[str, Any], int, bool]]:
+    """(family, mesh, accumulation, tied): accumulation and tying rotate over the meshes."""
+    found = []
+    for number, mesh in enumerate(meshes()):
+        rows_per_shard = 8 // (mesh["replica"] * mesh["data"])
+        options = [n for n in (1, 2, 4) if n <= rows_per_shard]
+        for shift, family in enumerate(FAMILIES):
+            found.append((family, mesh, options[(number + number // 7) % len(options)], bool((number + shift) % 2)))
+    return found
+
+
+class References:
+    """One-device losses and gradients, computed once per model."""
+
+    def __init__(self) -> None:
+        self._known: dict[Config, tuple[float, dict[str, np.ndarray]]] = {}
+        self._params: dict[Any, Any] = {}
+
+    def params(self, config: Config) -> Any:
+        """Initial parameters of the config's model, on the host; the same on every mesh (which has its own test)."""
+        key = config.model, config.loss, config.remat
+        if key not in self._params:
+            built = build(dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1)), jax.devices()[:1])
+            self._params[key] = jax.device_get(built.init(jax.random.key(config.seed)).params)
+        return self._params[key]
+
+    def of(self, config: Config) -> tuple[float, dict[str, np.ndarray]]:
+        """Loss and gradients by name of the config on one device."""
+        key = dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1))
+        if key not in self._known:
+            self._known[key] = loss_and_gradients(
+                build(key, jax.devices()[:1]), random_batch(key), self.params(key)
+            )
+        return self._known[key]
+
+
+def assert_same(config: Config, references: References) -> None:
+    """The config's mesh gives the loss of one device within 1e-5 and every gradient leaf within 1e-4."""
+    wanted_loss, wanted = references.of(config)
+    built = build(config)
+    params = jax.device_put(built.from_natural(references.params(config)), built.shardings.params)
+    loss, gradients = loss_and_gradients(built, random_batch(config), params)
+    assert relative_error(np.asarray(loss), np.asarray(wanted_loss)) <= 1e-5
+    bad = {name: error for name, error in gradient_errors(gradients, wanted).items() if not error <= 1e-4}
+    assert not bad
+
+
+__all__ = ["FAMILIES", "LossConfig", "References", "assert_same", "cases", "meshes", "tiny"]
