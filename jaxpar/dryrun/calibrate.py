@@ -153,11 +153,19 @@ def mean_absolute_error(comparisons: Iterable[Comparison]) -> float:
 
 def rank_correlation(comparisons: Sequence[Comparison]) -> float:
     """Spearman's rank correlation of predicted and measured tokens per second."""
-    from scipy.stats import spearmanr
+    predicted = _ranks([one.predicted for one in comparisons])
+    measured = _ranks([one.run.tokens_per_s_per_gpu for one in comparisons])
+    count = len(comparisons)
+    squares = sum((a - b) ** 2 for a, b in zip(predicted, measured))
+    return 1 - 6 * squares / (count * (count**2 - 1))
 
-    measured = [one.run.tokens_per_s_per_gpu for one in comparisons]
-    correlation, _ = spearmanr([one.predicted for one in comparisons], measured)
-    return float(correlation)
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0] * len(values)
+    for rank, index in enumerate(order):
+        ranks[index] = rank
+    return ranks
 
 
 def print_calibration(path: str | None, gpu: str) -> Assumptions:

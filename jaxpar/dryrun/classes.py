@@ -1,8 +1,9 @@
 """Sorts the bytes of a compiled program into classes a user knows.
 
-Parameters, optimizer state and the batch are exact: they are the program's arguments. What the compiler allocates on
-top is sorted by the shape and origin of the buffers alive at the peak; what cannot be told, and the gaps between
-buffers, count as temporaries, so that the classes always add up to the peak.
+Parameters, optimizer state and the batch are exact: they are the program's arguments. On top of them the compiler
+sets one block aside, in which values follow one another. Every byte of the block counts for the largest value that
+ever lies there, by the shape and origin of that value; what cannot be told, and gaps, count as temporaries, so that the
+classes always add up to the peak.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ CLASSES: tuple[str, ...] = ("parameters", "gradients", "optimizer", "activations
 
 @dataclasses.dataclass(frozen=True)
 class LiveBuffer:
-    """One buffer at the peak, with what it is."""
+    """A value that makes the block of temporaries as large as it is."""
 
     kind: str  # one of CLASSES
-    size_bytes: int
+    size_bytes: int  # of its place that no larger value takes
     shape: str
     origin: str  # where in the model it comes from
 
@@ -59,8 +60,11 @@ class _Classifier:
 
     def kind(self, shape: Shape, instruction: Instruction) -> str:
         signature = _signature(shape.dims)
-        stacked = bool(shape.dims) and shape.dims[0] == self.layers
-        inner = _signature(shape.dims[1:]) if stacked else signature
+        stacked = self.layers > 1 and self.layers in shape.dims
+        where = shape.dims.index(self.layers) if stacked else 0
+        inner = _signature(shape.dims[:where] + shape.dims[where + 1 :]) if stacked else signature
+        if stacked and shape.dtype != "f32" and "while" in instruction.op_name:
+            return "activations"
         if inner in self.weights and shape.dtype != "pred":
             collective = instruction.opcode.startswith(("all-gather", "reduce-scatter", "all-reduce"))
             return "gradients" if shape.dtype == "f32" and not collective else "buffers"
@@ -76,21 +80,42 @@ def _signature(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in dims if dim != 1))
 
 
+class _Cover:
+    """The part of a range of bytes that is taken."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, int]] = []  # disjoint, sorted
+
+    def add(self, start: int, end: int) -> int:
+        """Takes [start, end) and returns how many of its bytes were free."""
+        free = end - start
+        merged = []
+        for low, high in self.taken:
+            if high < start or low > end:
+                merged.append((low, high))
+                continue
+            free -= max(0, min(high, end) - max(low, start))
+            start, end = min(start, low), max(end, high)
+        self.taken = sorted([*merged, (start, end)])
+        return free
+
+
 def live_buffers(step: CompiledStep, shape: ModelShape, layout: Layout) -> list[LiveBuffer]:
-    """Buffers at the peak besides the step's arguments, largest first."""
+    """What fills the block of temporaries, largest first."""
     by_name = _instructions_by_name(step.module)
-    arguments = {one.name for one in step.module.entry.instructions if one.opcode == "parameter"}
     classifier = _Classifier(step, shape, layout)
+    cover = _Cover()
     out = []
-    for buffer in step.live_at_peak:
+    for buffer in step.temporaries:
+        free = cover.add(buffer.offset, buffer.offset + buffer.size_bytes)
         name, _, path = buffer.name.partition("{")
-        if name in arguments or name not in by_name:
+        if free <= 0 or name not in by_name:
             continue
         instruction = by_name[name]
         array = _element(instruction.shape, path.rstrip("}"))
         kind = classifier.kind(array, instruction)
-        out.append(LiveBuffer(kind, buffer.size_bytes, str(array), instruction.op_name or instruction.opcode))
-    return out
+        out.append(LiveBuffer(kind, free, str(array), instruction.op_name or instruction.opcode))
+    return sorted(out, key=lambda one: -one.size_bytes)
 
 
 def bytes_by_class(step: CompiledStep, buffers: list[LiveBuffer]) -> dict[str, float]:
@@ -98,15 +123,10 @@ def bytes_by_class(step: CompiledStep, buffers: list[LiveBuffer]) -> dict[str, f
     found: dict[str, float] = collections.defaultdict(float)
     for buffer in buffers:
         found[buffer.kind] += buffer.size_bytes
-    temp = float(step.temp_bytes)
-    known = sum(size for kind, size in found.items() if kind != "temporaries")
-    if known > temp > 0:  # buffers that share memory with arguments or with each other
-        found = collections.defaultdict(float, {kind: size * temp / known for kind, size in found.items()})
-        known = temp
     out: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     for kind in ("gradients", "activations", "logits", "buffers"):
         out[kind] = found[kind]
-    out["temporaries"] = temp - known
+    out["temporaries"] = step.temp_bytes - sum(out.values())
     out["parameters"] = float(step.state["parameters"])
     out["optimizer"] = float(step.state["optimizer"])
     out["buffers"] += step.peak_bytes - sum(out.values())  # batch, counters and metrics

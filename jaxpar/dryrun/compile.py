@@ -41,10 +41,12 @@ class CompileFailedError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A buffer that is alive at the peak of memory use."""
+    """A value in the memory that the compiler sets aside for temporaries; others may share its place at other times."""
 
-    name: str
+    name: str  # instruction, with {index} into its tuple
     size_bytes: int
+    offset: int
+    joined: bool  # a loop's view of a value that another instruction makes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ class CompiledStep:
     host_bytes: int
     state: dict[str, int]  # parameters, optimizer, gradients, counters, batch: bytes per device
     weights: list[dict[str, Any]]
-    live_at_peak: list[Buffer]
+    temporaries: list[Buffer]
     fused_attention: bool
     lower_s: float
     compile_s: float
@@ -145,7 +147,8 @@ def run_child(folder: Path, *, timeout_s: float, module: str = "jaxpar.dryrun.ch
     """Runs the compiling process on `folder` until its result is there; returns its log."""
     environment = dict(os.environ)
     environment["JAX_PLATFORMS"] = "cpu"  # the plugin compiles without ever looking for a driver
-    environment["XLA_FLAGS"] = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_module_re=.*step.*"
+    dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_module_re=.*step.*"
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {dump}".strip()
     environment["TF_CPP_MIN_LOG_LEVEL"] = environment.get("TF_CPP_MIN_LOG_LEVEL", "1")
     command = [sys.executable, "-m", module, str(folder)]
     log_path = folder / "log.txt"
@@ -199,7 +202,7 @@ def _read_result(result: dict[str, Any], folder: Path, log: str, *, fused_attent
         host_bytes=memory["host_argument"] + memory["host_output"] + memory["host_temp"],
         state=result["state"],
         weights=result["weights"],
-        live_at_peak=read_live_buffers(folder / "dump"),
+        temporaries=read_buffers(folder / "dump"),
         fused_attention=fused_attention,
         lower_s=result["lower_s"],
         compile_s=result["compile_s"],
@@ -208,19 +211,24 @@ def _read_result(result: dict[str, Any], folder: Path, log: str, *, fused_attent
     )
 
 
-def read_live_buffers(dump: Path) -> list[Buffer]:
-    """Buffers alive at the peak, largest first, from the compiler's live-range dump; empty without one."""
-    buffers: list[Buffer] = []
-    line_form = re.compile(r"^\s+(\S+?)(\{[\d,]*\}): (\d+) bytes \(cumulative")
-    for path in sorted(dump.glob("*live-range.txt")):
-        found = []
+_VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)")
+
+
+def read_buffers(dump: Path) -> list[Buffer]:
+    """Values in the block of temporaries, from the compiler's buffer assignment; empty without a dump."""
+    best: list[Buffer] = []
+    for path in dump.glob("*buffer-assignment.txt"):
+        found: list[Buffer] = []
+        inside = False
         for line in path.read_text(errors="replace").splitlines():
-            match = line_form.match(line)
-            if match:
-                found.append(Buffer(match[1] + (match[2] if match[2] != "{}" else ""), int(match[3])))
-        if sum(one.size_bytes for one in found) > sum(one.size_bytes for one in buffers):
-            buffers = found
-    return sorted(buffers, key=lambda one: -one.size_bytes)
+            if line.startswith("allocation"):
+                inside = "preallocated-temp" in line
+            elif inside and (match := _VALUE.match(line)):
+                index = match[2] if match[2] and match[2] != "{}" else ""
+                found.append(Buffer(match[1] + index, int(match[4]), int(match[5]), match[3] is not None))
+        if sum(one.size_bytes for one in found) > sum(one.size_bytes for one in best):
+            best = found
+    return sorted(best, key=lambda one: (-one.size_bytes, one.joined))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ bytes are counts of the arrays a layer must keep for its backward pass, the temp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from jaxpar.dryrun.shape import Layout, Leaf, ModelShape
@@ -85,8 +86,14 @@ def layers_per_stage(shape: ModelShape, layout: Layout) -> int:
     return math.ceil(shape.num_layers / layout.stage)
 
 
-def state_leaves(shape: ModelShape, layout: Layout) -> list[tuple[Leaf, LeafBytes]]:
+def state_leaves(shape: ModelShape, layout: Layout) -> tuple[tuple[Leaf, LeafBytes], ...]:
     """Every parameter with its bytes on one GPU."""
+    # What does not matter here is set to its default, so that layouts that differ only there share one computation.
+    return _state_leaves(shape, Layout(**layout.sizes, zero=layout.zero))  # pyright: ignore[reportArgumentType]
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_leaves(shape: ModelShape, layout: Layout) -> tuple[tuple[Leaf, LeafBytes], ...]:
     layers = layers_per_stage(shape, layout)
     dense = min(shape.first_dense, layers) if shape.num_experts else 0
     out = []
@@ -96,7 +103,7 @@ def state_leaves(shape: ModelShape, layout: Layout) -> list[tuple[Leaf, LeafByte
     for leaf in shape.leaves(moe=False) if dense else ():
         if leaf.in_layer:
             out.append((leaf, leaf_bytes(leaf, shape, layout, layers=dense)))
-    return out
+    return tuple(out)
 
 
 def kept_elements_per_token(shape: ModelShape, layout: Layout) -> float:
@@ -115,9 +122,9 @@ def kept_elements_per_token(shape: ModelShape, layout: Layout) -> float:
     if layout.remat in ("qkv_out", "all_but_mlp"):
         return stream + qkv + stream
     if layout.remat == "dots":
-        return stream + qkv + stream + (hidden - F / tensor) + stream
-    # Two norm inputs in float32 and their outputs, rotated q and k, the attention's output, the MLP's three.
-    everything = 3 * stream + 2 * D + 2 * qkv + queries / tensor + hidden + F / tensor
+        return stream + qkv + stream + hidden - F / tensor
+    # Counted in compiled programs: norms keep float32 copies, the activation keeps its parts, rotation its inputs.
+    everything = 11 * stream + 2 * D + 2 * qkv + queries / tensor + (6 if shape.gated else 4) * F / tensor
     if not layout.fused_attention and layout.remat == "none":
         everything += 3 * shape.seq_len / layout.context * shape.num_heads / tensor
     if layout.remat == "half":
@@ -157,12 +164,15 @@ def _logit_bytes(shape: ModelShape, layout: Layout) -> float:
 
 
 def _layer_work_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Arrays of one layer while its backward pass runs, weights gathered for it included."""
+    """Arrays of one layer while its backward pass runs."""
     tokens = layout.microbatch_rows * shape.seq_len / layout.context
-    whole = kept_elements_per_token(shape, dataclasses.replace(layout, remat="attention"))
-    bytes_ = tokens * whole * layout.compute_bytes
     F = _mlp_width(shape) / layout.tensor
-    bytes_ += tokens * 2 * F * layout.compute_bytes  # gradients of the MLP's hidden arrays
+    elements = 2 * F + 2 * shape.embed_dim  # gradients of the MLP's hidden arrays and of the stream
+    if layout.remat in ("full", "qkv", "qkv_out", "half", "all_but_mlp"):
+        elements += kept_elements_per_token(shape, dataclasses.replace(layout, remat="attention"))
+    elif layout.remat == "dots":
+        elements += F + 2 * shape.embed_dim
+    bytes_ = tokens * elements * layout.compute_bytes
     if not layout.fused_attention:
         scores = layout.microbatch_rows * shape.num_heads / layout.tensor * (shape.seq_len / layout.context) ** 2
         bytes_ += 3 * scores * 4
@@ -170,28 +180,46 @@ def _layer_work_bytes(shape: ModelShape, layout: Layout) -> float:
 
 
 def memory_by_class(shape: ModelShape, layout: Layout) -> MemoryByClass:
-    """Bytes per GPU of a training step."""
+    """Bytes per GPU of a training step, at the fullest of its moments.
+
+    Three moments count: head and loss, with every activation; the backward pass of the first layer, with every
+    activation and gradient; and the update, with whole parameters where ZeRO-1 and 2 hand them out.
+    """
     leaves = state_leaves(shape, layout)
     parameters = sum(one.parameter for _, one in leaves)
     optimizer = layout.optimizer_floats * sum(one.optimizer_per_float for _, one in leaves)
     gradients = sum(one.gradient for _, one in leaves)
     tokens = layout.microbatch_rows * shape.seq_len / layout.context
     kept = kept_elements_per_token(shape, layout) * tokens * layout.compute_bytes
-    activations = kept * layers_per_stage(shape, layout) * in_flight(layout)
-    # Weights at work: one layer and the largest of embedding and head in the compute dtype, gathered.
-    share = layout.compute_bytes / 4
     layers = layers_per_stage(shape, layout)
-    layer = sum(one.gathered for leaf, one in leaves if leaf.in_layer) / layers * share
+    activations = kept * layers * in_flight(layout)
+    # Weights at work in the compute dtype, gathered: two layers, and the largest of embedding and head.
+    share = layout.compute_bytes / 4
+    layer = 2 * sum(one.gathered for leaf, one in leaves if leaf.in_layer) / layers * share
     table = max(one.gathered for leaf, one in leaves if not leaf.in_layer) * share
-    buffers = 2 * layer + table
-    if layout.zero in (1, 2):
-        buffers += sum(one.gathered for _, one in leaves) * share
-    return MemoryByClass(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        temporaries=_layer_work_bytes(shape, layout),
-        logits=_logit_bytes(shape, layout),
-        buffers=buffers,
+    whole = sum(one.gathered for _, one in leaves)
+    added_up = gradients if layout.num_microbatches > 1 else 0.0
+    moments = (
+        MemoryByClass(
+            parameters, added_up, optimizer, activations, 0.0, logits=_logit_bytes(shape, layout), buffers=2 * table
+        ),
+        MemoryByClass(
+            parameters,
+            gradients + added_up,
+            optimizer,
+            activations,
+            temporaries=_layer_work_bytes(shape, layout),
+            logits=0.0,
+            buffers=layer,
+        ),
+        MemoryByClass(
+            parameters,
+            gradients,
+            optimizer,
+            0.0,
+            0.0,
+            0.0,
+            buffers=whole if layout.zero in (1, 2) else 0.0,
+        ),
     )
+    return max(moments, key=lambda moment: moment.peak)

@@ -173,7 +173,7 @@ def _print_memory(report: Report, console: Console) -> None:
     side = f"{gib(room)} to spare" if room >= 0 else f"{gib(-room)} too much"
     console.print(f"{verdict}: {side} ({report.assumed.rule()}; {gib(report.gpu.memory_bytes)} on a {report.gpu.name})")
     if report.top_buffers:
-        buffers = Table(title="largest buffers at the peak", title_justify="left")
+        buffers = Table(title="what fills the temporaries", title_justify="left")
         for column in ("bytes", "class", "shape", "from"):
             buffers.add_column(column, justify="right" if column == "bytes" else "left")
         for one in report.top_buffers[:6]:

@@ -188,6 +188,7 @@ def find_target(name: str) -> GpuTarget:
         UserError: the name is unknown, or the file is not a valid description.
     """
     by_name = {target.name: target for target in TARGETS}
+    name = {"a100": "a100-80g", "h100-sxm": "h100"}.get(name.lower(), name)
     if name.lower() in by_name:
         return by_name[name.lower()]
     if name.endswith(".json"):

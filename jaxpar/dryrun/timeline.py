@@ -1,9 +1,9 @@
 """Two streams, compute and communication, walked in the compiler's own schedule order.
 
-A collective's start takes the communication stream, its done makes the compute stream wait; that wait is the
-exposed time and is charged to the collective. Loop bodies count trip-count times. In a pipeline, stages move in
-lock step: a conditional takes as long as its longest branch in every tick in which any stage takes it, while FLOPs
-and bytes count the ticks in which the average stage does.
+A collective's start takes the communication stream, its done makes the compute stream wait; that wait, and a share of
+what runs hidden (it slows the compute beside it), is the exposed time and is charged to the collective. Loop bodies
+count trip-count times. In a pipeline, stages move in lock step: a conditional takes as long as its longest branch in
+every tick in which any stage takes it, while FLOPs and bytes count the ticks in which the average stage does.
 """
 
 from __future__ import annotations
@@ -59,6 +59,15 @@ class Span:
     start_s: float
     end_s: float
     label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """An operation that runs beside the compute stream."""
+
+    end_s: float
+    duration_s: float = 0.0
+    total: CollectiveTotal | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,18 +201,14 @@ class _Walk:
     def walk(self, computation: Computation, times: float, *, top: bool = False) -> float:
         """Seconds of one run of the computation."""
         now = network_free = host_free = 0.0
-        pending: dict[int, tuple[float, CollectiveTotal | None]] = {}
+        pending: dict[int, _Pending] = {}
         for instruction in computation.instructions:
             opcode = instruction.opcode
             start = now
             if opcode in FREE:
                 continue
             if opcode.endswith("-done"):
-                end_s, total = pending.pop(self._start_of(computation, instruction, pending), (now, None))
-                if end_s > now:
-                    if total is not None:
-                        total.exposed_s += (end_s - now) * times
-                    now = end_s
+                now = self._wait(pending.pop(self._start_of(computation, instruction, pending), None), now, times)
                 continue
             if opcode in ("while", "call", "conditional"):
                 if opcode == "while":
@@ -221,17 +226,17 @@ class _Walk:
                 network_free = begin + seconds
                 self._span(top, "communication", begin, network_free, f"{found.kind} over {total.axis}")
                 if found.asynchronous:
-                    pending[instruction.id] = (network_free, total)
+                    pending[instruction.id] = _Pending(network_free, seconds, total)
                 else:
                     total.exposed_s += (network_free - now) * times
                     now = network_free
-                    pending[instruction.id] = (now, None)
+                    pending[instruction.id] = _Pending(now)
                 continue
             if opcode == "async-start":
                 begin = max(now, host_free)
                 host_free = begin + self.walk(self.module.computations[instruction.called[0]], times)
                 self._span(top, "host", begin, host_free, _label(instruction))
-                pending[instruction.id] = (host_free, None)
+                pending[instruction.id] = _Pending(host_free)
                 continue
             copy = host_copy_of(self.module, computation, instruction)
             if copy is not None:
@@ -240,13 +245,23 @@ class _Walk:
                 begin = max(now, host_free)
                 host_free = begin + seconds
                 if opcode == "copy-start":
-                    pending[instruction.id] = (host_free, None)
+                    pending[instruction.id] = _Pending(host_free)
                 else:
                     now = host_free
                 continue
             now += self._kernel(computation, instruction, times)
             self._span(top, "compute", start, now, _label(instruction))
         return now
+
+    def _wait(self, started: _Pending | None, now: float, times: float) -> float:
+        """When the compute stream goes on after a done: waiting, and the slowdown by what ran beside it."""
+        if started is None:
+            return now
+        exposed = max(0.0, started.end_s - now)
+        if started.total is not None:
+            exposed += self.assumed.overlap_cost * max(0.0, started.duration_s - exposed)
+            started.total.exposed_s += exposed * times
+        return now + exposed
 
     def _start_of(self, computation: Computation, done: Instruction, pending: Mapping[int, object]) -> int:
         start = done.operands[0]

@@ -21,6 +21,8 @@ from jaxpar.dryrun.targets import GpuTarget, find_target
 from jaxpar.errors import UserError
 from jaxpar.planner.space import Limits, Space, check_batch, config_of
 
+MOST_GPUS = 1 << 17  # where the search for a number of GPUs that fits gives up
+
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLayout:
@@ -148,11 +150,13 @@ def nothing_fits(space: Space, smallest: _Candidate | None, gpu: GpuTarget, assu
     memory = memory_by_class(space.shape, smallest.layout)
     largest = max(dataclasses.asdict(memory).items(), key=lambda item: item[1])
     shape = space.shape
-    doubled = dataclasses.replace(smallest.layout, data=2 * smallest.layout.data)
     shorter = dataclasses.replace(shape, seq_len=max(1, shape.seq_len // 2))
     chunked = dataclasses.replace(smallest.layout, loss_chunk_tokens=min(1024, shape.seq_len))
+    more = dataclasses.replace(smallest.layout, zero=3)
+    while memory_by_class(shape, more).peak > usable and more.num_gpus < MOST_GPUS:
+        more = dataclasses.replace(more, data=2 * more.data)
     helps = {
-        f"twice the GPUs (--gpus={2 * space.num_gpus})": memory_by_class(shape, doubled).peak,
+        f"more GPUs with ZeRO-3 (--gpus={more.num_gpus})": memory_by_class(shape, more).peak,
         f"seq_len = {shorter.seq_len}": memory_by_class(shorter, smallest.layout).peak,
         "loss.chunk_tokens = 1024": memory_by_class(shape, chunked).peak,
     }
