@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,11 +80,3 @@ def from_disk_layout(from_disk: Convert, to_disk: Convert, named: Mapping[str, A
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
     stored = from_named(jax.eval_shape(to_disk, abstract_state), named)
     return jax.jit(from_disk, out_shardings=shardings, donate_argnums=0)(stored)
-
-
-@functools.lru_cache(maxsize=4)
-def compiled(convert: Convert) -> Convert:
-    """`convert` under jit, once per function."""
-    import jax
-
-    return jax.jit(convert)

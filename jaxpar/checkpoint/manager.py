@@ -65,7 +65,8 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.config = config
         self._is_main = is_main
-        self._to_disk, self._from_disk = to_disk, from_disk
+        self._to_disk, self._from_disk = _function(to_disk), _function(from_disk)
+        self._convert: Convert | None = None  # `to_disk`, compiled
         self._report = report or _to_stderr
         self._agree = Assembly(f"checkpoints{next(_instances)}", timeout_s=storage.BARRIER_TIMEOUT_S)
         self._running: tuple[int, threading.Thread | None] | None = None  # the step being saved
@@ -95,7 +96,7 @@ class Checkpoints:
         """
         self._join()
         text = json.dumps(extra)
-        named = leaves.to_save(leaves.compiled(self._to_disk)(state) if self._to_disk else state)
+        named = leaves.to_save(self._as_stored(state))
         problem = self._agree.from_main(self._prepare(step, text, named) if self._is_main else None)
         if problem is not None:
             self._count(step, problem, said=False)
@@ -194,6 +195,15 @@ class Checkpoints:
         except OSError as error:
             return storage.reason(error)
         return None
+
+    def _as_stored(self, state: Any) -> Any:
+        if self._to_disk is None:
+            return state
+        if self._convert is None:
+            import jax
+
+            self._convert = jax.jit(self._to_disk)
+        return self._convert(state)
 
     def _finish(
         self,
@@ -328,6 +338,11 @@ class Checkpoints:
     def _say(self, line: str) -> None:
         if self._is_main:
             self._report(line)
+
+
+def _function(convert: Convert | None) -> Convert | None:
+    # jax hashes what it compiles, and a method of an object with arrays inside has no hash.
+    return None if convert is None else lambda tree: convert(tree)
 
 
 def _to_stderr(line: str) -> None:
