@@ -14,6 +14,7 @@ from test_data_tokenizers import save_word_tokenizer
 
 from jaxpar.config import Config, DataConfig
 from jaxpar.data import open_data
+from jaxpar.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -99,6 +100,14 @@ def test_a_damaged_cache_is_built_again_and_said(corpus, caplog):
         caplog.clear()
         assert tokens(open_data(config(corpus), corpus)) == before
         assert "is damaged and is built again" in caplog.text
+
+
+def test_a_mistake_in_the_input_leaves_no_trace(corpus):
+    (corpus / "b.txt").write_bytes(b"\xff")
+    before = sorted(corpus.rglob("*"))
+    with pytest.raises(UserError, match=r"b.txt: not UTF-8"):
+        open_data(config(corpus), corpus / "new" / "workdir")
+    assert sorted(corpus.rglob("*")) == before
 
 
 BUILDER = """

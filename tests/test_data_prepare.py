@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data_tokenizers import save_word_tokenizer
 
-from jaxpar.config import Config, DataConfig
-from jaxpar.data import build, open_data, prepare, sources
+from jaxpar.config import Config, DataConfig, MixtureSource
+from jaxpar.data import build, open_data, prepare, required_vocab, sources
 from jaxpar.data.build import Inputs, build_token_set
 from jaxpar.data.encode import Recipe
 from jaxpar.data.prepare import PrepareOptions
@@ -146,6 +147,24 @@ def test_token_sets_give_the_rows_of_the_texts(tmp_path):
     assert tokens.bytes_per_token == text.bytes_per_token
 
 
+def test_required_vocabulary(tmp_path):
+    files = write_corpus(tmp_path, 20)
+    save_word_tokenizer(tmp_path / "tokenizer.json", [f"w{i}" for i in range(1000)])
+    recipe = Recipe(str(tmp_path / "tokenizer.json"), add_eos=False)
+    build_token_set(tmp_path / "set", Inputs(tuple(map(Path, files))), recipe)
+    tokens = (f"{tmp_path}/set",)
+    assert required_vocab(Config()) == 259
+    assert required_vocab(Config(data=DataConfig(source="tokens", files=tokens))) == 1000
+    mixture = (MixtureSource("a", "tokens", tokens), MixtureSource("b", "raw", ("x.bin",)))
+    assert required_vocab(Config(data=DataConfig(source="mixture", sources=mixture))) == 1000
+    with pytest.raises(UserError, match=r"model.vocab_size is not set"):
+        required_vocab(Config(data=DataConfig(source="megatron", files=("x",))))
+    other = DataConfig(source="tokens", files=tokens, tokenizer=str(tmp_path / "other.json"))
+    save_word_tokenizer(tmp_path / "other.json", [f"v{i}" for i in range(1000)])
+    with pytest.raises(UserError, match=r"was written with another tokenizer"):
+        open_data(Config(seq_len=64, data=other), tmp_path)
+
+
 def test_standard_input(tmp_path):
     rows = b'{"text": "one"}\n{"text": "two"}\n'
     for name, data, documents in (("jsonl", rows, 2), ("text", b"{\x20not json".replace(b"{", b"(") * 9, 1)):
@@ -173,6 +192,20 @@ def test_the_output_is_left_alone_when_complete_and_protected_when_not(tmp_path,
     (tmp_path / "c.txt").write_text("changed")
     with pytest.raises(UserError, match=r"was made of other inputs or settings"):
         prepare.prepare(options)
+
+
+def test_a_token_set_brings_its_tokenizer_along(tmp_path):
+    folder = tmp_path / "moved away later"
+    folder.mkdir()
+    save_word_tokenizer(folder / "words.json", ["hello", "world", "END"])
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "END"}')
+    (tmp_path / "a.jsonl").write_text('{"text": "hello world hello"}')
+    prepare.prepare(PrepareOptions((f"{tmp_path}/a.jsonl",), tmp_path / "set", Recipe(f"{folder}/words.json")))
+    folder.rename(tmp_path / "elsewhere")
+    settings = DataConfig(source="tokens", files=(f"{tmp_path}/set",), eval_fraction=0.0)
+    data = open_data(Config(seq_len=4, data=settings), tmp_path)
+    assert (data.vocab_size, data.tokenizer.eos_id) == (3, 2)
+    assert data.train.row(0)["targets"].tolist()[:3] == [1, 0, 2]
 
 
 def test_damage_is_found(tmp_path):

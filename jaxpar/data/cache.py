@@ -26,6 +26,7 @@ def cached(cache_dir: Path, name: str, build: Callable[[Path], None], open_folde
     when complete, so a killed build is never taken for a result and two builders at once give one valid folder.
     """
     final = cache_dir / name
+    created = _missing_folders(cache_dir)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _lock(cache_dir / f".{name}.lock"):
@@ -35,7 +36,24 @@ def cached(cache_dir: Path, name: str, build: Callable[[Path], None], open_folde
             _build(cache_dir, final, build)
     except OSError as error:
         raise UserError(f"{error.filename or cache_dir}: {error.strerror}; data.cache_dir must be writable") from error
+    except UserError:
+        # A mistake in the input leaves no trace in a folder that was not there before.
+        if created:
+            (cache_dir / f".{name}.lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                for folder in created:
+                    folder.rmdir()
+        raise
     return open_folder(final)
+
+
+def _missing_folders(folder: Path) -> list[Path]:
+    """The folder and its parents as far as they do not exist yet, innermost first."""
+    missing: list[Path] = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    return missing
 
 
 def _reuse(final: Path, open_folder: Callable[[Path], T]) -> T | None:

@@ -15,6 +15,7 @@ from jaxpar.data.encode import Recipe
 from jaxpar.data.hashing import content_identity
 from jaxpar.data.sources import expand_files
 from jaxpar.data.store import SHARD_TOKENS, TokenWriter, open_manifest, open_store, verify_store
+from jaxpar.data.tokenizers import copy_tokenizer
 from jaxpar.errors import UserError
 
 REFRESH_S = 0.2
@@ -64,6 +65,7 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
             shard_tokens=options.shard_tokens,
             on_progress=progress,
         )
+    copy_tokenizer(tokenizer, folder / "tokenizer")
     (folder / "inputs.key").write_text(inputs.key)
     folder.rename(options.output)
     manifest = open_manifest(options.output)

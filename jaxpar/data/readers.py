@@ -8,14 +8,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar.config import DataConfig
+from jaxpar.config import Config, DataConfig
 from jaxpar.data import sources
 from jaxpar.data.build import Inputs, build_token_set
 from jaxpar.data.cache import cached
 from jaxpar.data.encode import Recipe
 from jaxpar.data.foreign import open_megatron, open_raw
 from jaxpar.data.hashing import content_identity
-from jaxpar.data.store import TokenStore, join_stores, open_store
+from jaxpar.data.store import TokenStore, join_stores, open_manifest, open_store
 from jaxpar.data.tokenizers import Tokenizer, hash_files, load_tokenizer
 from jaxpar.errors import UserError, raise_together
 
@@ -28,6 +28,32 @@ def tokenizer_of(settings: DataConfig) -> Tokenizer | None:
     if settings.tokenizer == "bytes" and not kinds & {"python_stdlib", "files"}:
         return None
     return load_tokenizer(settings.tokenizer, bos_token=settings.bos_token, eos_token=settings.eos_token)
+
+
+def required_vocab(config: Config) -> int:
+    """The vocabulary that the ids of a config's data need, without reading the data: what its tokenizer can give.
+
+    Token sets tell it in their manifest. Refuses where nothing tells it: model.vocab_size must be set then.
+    """
+    settings = config.data
+    tokenizer = tokenizer_of(settings)
+    if tokenizer is not None:
+        return tokenizer.vocab_size
+    named = [(settings.source, settings.files, "data.files")]
+    if settings.source == "mixture":
+        named = [(one.source, one.files, f"data.sources[{i}].files") for i, one in enumerate(settings.sources)]
+    sizes = [
+        open_manifest(folder)["tokenizer"]["vocab_size"]
+        for kind, files, key in named
+        if kind == "tokens"
+        for folder in _token_sets(files, key)
+    ]
+    if not sizes:
+        raise UserError(
+            f"model.vocab_size is not set, and data.source = {settings.source} does not tell it; set it, or"
+            " data.tokenizer to the tokenizer that the tokens were made with"
+        )
+    return max(sizes)
 
 
 def open_source(
@@ -59,14 +85,24 @@ def store_tokenizer(store: TokenStore, tokenizer: Tokenizer | None, settings: Da
     if store.tokenizer_sha256 is None:
         return tokenizer
     if tokenizer is None:
-        byte_tokenizer = load_tokenizer("bytes")
-        return byte_tokenizer if store.tokenizer_sha256 == byte_tokenizer.sha256 else None
+        return _own_tokenizer(store, settings)
     if store.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
             f"{store.name}: was written with another tokenizer than {tokenizer.name}; set data.tokenizer to the one it"
             " was written with, or write the tokens again"
         )
     return tokenizer
+
+
+def _own_tokenizer(store: TokenStore, settings: DataConfig) -> Tokenizer | None:
+    """The tokenizer that a token set was written with: bytes, or the copy that lies in it; None where there is none."""
+    byte_tokenizer = load_tokenizer("bytes")
+    if store.tokenizer_sha256 == byte_tokenizer.sha256:
+        return byte_tokenizer
+    if store.tokenizer_dir is None:
+        return None
+    copy = load_tokenizer(str(store.tokenizer_dir), bos_token=settings.bos_token, eos_token=settings.eos_token)
+    return copy if copy.sha256 == store.tokenizer_sha256 else None
 
 
 def _text_files(kind: str, files: Sequence[str], key: str) -> list[Path]:

@@ -56,6 +56,7 @@ class TokenStore:
 
     `identity` hashes the content (or what stands for it), `max_id` is the largest id in use, `knows_bytes` tells
     whether the lengths of the texts are known, `whole_files` that a document is a whole file without boundaries.
+    `tokenizer_dir` holds a copy of the tokenizer.
     """
 
     name: str
@@ -66,6 +67,7 @@ class TokenStore:
     vocab_size: int | None
     tokenizer_sha256: str | None
     knows_bytes: bool
+    tokenizer_dir: Path | None = None
     whole_files: bool = False
 
     @property
@@ -193,6 +195,7 @@ def open_store(folder: Path) -> TokenStore:
         vocab_size=manifest["tokenizer"]["vocab_size"],
         tokenizer_sha256=manifest["tokenizer"]["sha256"],
         knows_bytes=True,
+        tokenizer_dir=folder / "tokenizer" if (folder / "tokenizer").is_dir() else None,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,10 @@ from jaxpar.errors import UserError
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>", "[SEP]")
 START_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "<|startoftext|>", "[CLS]")
 PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>")
+
+
+# Beside a tokenizer.json; the later one wins.
+SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
 
 class Tokenizer(Protocol):
@@ -187,15 +192,29 @@ def _load_huggingface(path: Path, bos_token: str | None, eos_token: str | None) 
 def _tokenizer_path(path: Path) -> Path:
     """The tokenizer file behind `path`, which may be a folder."""
     if path.is_dir():
-        known = ("tokenizer.json", "tokenizer.model", "encoder.json", "vocab.json", "tekken.json")
+        known = ("tokenizer.json", "tokenizer.model", "encoder.json", "vocab.json", "tekken.json")  # in this order
         found = [path / name for name in known if (path / name).is_file()]
-        found += sorted([*path.glob("*.model"), *path.glob("*.tiktoken")])
+        found += sorted([*path.glob("*.model*"), *path.glob("*.tiktoken"), *path.glob("*tekken*.json")])
         if not found:
-            raise UserError(f"{path}: no tokenizer in this folder; looked for {', '.join(known)}, *.model, *.tiktoken")
+            raise UserError(
+                f"{path}: no tokenizer in this folder; looked for {', '.join(known)}, *.model, *.tiktoken, *.json"
+            )
         return found[0]
     if not path.is_file():
         raise UserError(f'data.tokenizer: {path} does not exist; want "bytes" or the path of a tokenizer file')
     return path
+
+
+def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Copy the files of a tokenizer, and those that name its special tokens, so that `load_tokenizer` finds them."""
+    if not tokenizer.files:
+        return
+    beside = [tokenizer.files[0].parent / name for name in SETTINGS_FILES]
+    folder.mkdir(exist_ok=True)
+    for path in [*tokenizer.files, *(path for path in beside if path.is_file())]:
+        # The one name by which a folder tells a Hugging Face tokenizer.
+        renamed = tokenizer.kind == "huggingface" and len(tokenizer.files) == 1 and path == tokenizer.files[0]
+        shutil.copyfile(path, folder / ("tokenizer.json" if renamed else path.name))
 
 
 def hash_files(files: Sequence[Path], extra: str = "") -> str:
@@ -210,7 +229,7 @@ def hash_files(files: Sequence[Path], extra: str = "") -> str:
 def _special_names(folder: Path) -> dict[str, str]:
     """Names of the special tokens that the files beside a tokenizer.json tell."""
     names: dict[str, str] = {}
-    for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for file_name in SETTINGS_FILES:
         path = folder / file_name
         if not path.is_file():
             continue
