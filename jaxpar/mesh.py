@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-__all__ = ["AXES", "BATCH_AXES", "degrees", "join_processes", "make_mesh", "simulate_devices"]
+__all__ = ["AXES", "BATCH_AXES", "degrees", "find_processes", "join_processes", "make_mesh", "simulate_devices"]
 log = logging.getLogger(__name__)
 
 

@@ -102,15 +102,15 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
 def resolved(config: Config, num_devices: int) -> Config:
     """The config with the vocabulary and the mesh filled in; raises one `UserError` for everything wrong with it."""
     validate.check(config, num_devices)
-    model = config.model
-    if model.vocab_size is None:
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+    model, needed = config.model, None
+    if model.vocab_size is None or config.data.source in ("python_stdlib", "files"):
+        needed = load_tokenizer(config.data.tokenizer).vocab_size
+        model = dataclasses.replace(model, vocab_size=model.vocab_size or needed)
     if model.positions == "learned" and model.max_position is None:
         model = dataclasses.replace(model, max_position=config.seq_len)
     sizes = validate.resolved_degrees(config.parallel, num_devices)
     config = dataclasses.replace(config, model=model, parallel=dataclasses.replace(config.parallel, **sizes))
-    validate.check(config, num_devices)
+    validate.check(config, num_devices, needed)
     return config
 
 

@@ -42,6 +42,14 @@ class Mask(NamedTuple):
         return allowed
 
 
+class Rules(NamedTuple):
+    """How scores are made of products, and by which library: "xla" or "cudnn"."""
+
+    scale: float
+    soft_cap: float | None = None
+    kernel: str = "xla"
+
+
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -56,14 +64,24 @@ def attend(
 
     `kernel`: "xla", "cudnn" or "auto" (cuDNN on a GPU where it can, else XLA).
     """
-    if kernel == "auto":
-        kernel = "cudnn" if _cudnn_can(q, soft_cap) else "xla"
+    kernel = chosen_kernel(q, soft_cap, kernel)
     dense = mask.dense(q.shape[1])
     if soft_cap is not None:
         if kernel == "cudnn":
             raise UserError('model.attention = "cudnn" has no attention soft cap; set model.attention="xla"')
         return _soft_capped(q, k, v, dense, scale, soft_cap)
-    return jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation=kernel)
+    dtype = q.dtype
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":  # CPUs have no float16 product with float32 sums
+        q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    out = jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation=kernel)
+    return out.astype(dtype)
+
+
+def chosen_kernel(q: jax.Array, soft_cap: float | None, kernel: str) -> str:
+    """The library that "auto" means for these queries."""
+    if kernel != "auto":
+        return kernel
+    return "cudnn" if _cudnn_can(q, soft_cap) else "xla"
 
 
 def _cudnn_can(q: jax.Array, soft_cap: float | None) -> bool:
@@ -86,6 +104,10 @@ def _soft_capped(
     scores = jnp.where(allowed[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("BGRTS,BSGK->BTGRK", weights, v).reshape(B, T, H, K)
+
+
+def _attend_by_rules(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules) -> jax.Array:
+    return attend(q, k, v, mask, **rules._asdict())
 
 
 class Attention(nnx.Module):
@@ -115,12 +137,13 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, side: Side, sharder: Sharder, traits: dict[str, jax.Array]) -> jax.Array:
         q_BTHK, k_BTGK, v_BTGK = self.project(x, side, sharder, traits)
         mask = Mask(side.segment_ids, traits.get("window", self.config.window))
-        kernel = functools.partial(
-            attend,
+        soft_cap = self.config.attention_soft_cap
+        rules = Rules(
             scale=self.config.query_scale or self.config.head_size**-0.5,
-            soft_cap=self.config.attention_soft_cap,
-            kernel=self.config.attention,
+            soft_cap=soft_cap,
+            kernel=chosen_kernel(q_BTHK, soft_cap, self.config.attention),
         )
+        kernel = functools.partial(sharder.attend, _attend_by_rules, rules=rules)
         if self.recompute:
             kernel = jax.checkpoint(kernel, prevent_cse=False)
         y_BTHK = kernel(q_BTHK, k_BTGK, v_BTGK, mask)

@@ -1,0 +1,104 @@
+"""Attention masks, rotary tables, recomputation, unrolled layers: the laws of the model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import tiny
+
+from jaxpar.build import build
+from jaxpar.config import RopeConfig
+from jaxpar.layout_check import random_batch
+from jaxpar.models import rope
+
+SETTINGS = {
+    "plain": {},
+    "window": {"window": 9},
+    "mixed windows": {"window": 9, "window_pattern": (True, False)},
+    "soft cap": {"attention_soft_cap": 5.0},
+    "learned positions": {"positions": "learned", "max_position": 64},
+    "grouped heads": {"num_kv_heads": 2, "qk_norm": "head"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_documents_in_a_row_do_not_see_each_other(name):
+    built = build(tiny(model=SETTINGS[name]), jax.devices()[:1])
+    params = built.init(jax.random.key(0)).params
+    batch = {key: value[:4] for key, value in random_batch(built.config).items()}
+    second = batch["segment_ids"] == 2
+    noise = np.random.default_rng(9).integers(0, 97, batch["tokens"].shape).astype(np.int32)
+    logits = jax.jit(lambda batch: params.logits(batch))
+    plain = np.asarray(logits(batch))
+    replaced = np.asarray(logits(batch | {"tokens": np.where(second, batch["tokens"], noise)}))
+    np.testing.assert_allclose(replaced[second], plain[second], atol=1e-6)
+    assert np.abs(replaced - plain)[~second].max() > 1e-2
+
+
+def test_packed_document_is_the_document_alone():
+    built = build(tiny(), jax.devices()[:1])
+    params = built.init(jax.random.key(0)).params
+    packed = {key: value[:1] for key, value in random_batch(built.config).items()}
+    cut = int((packed["segment_ids"] == 1).sum())
+    alone = {key: np.roll(value, -cut, 1) for key, value in packed.items()}
+    together, single = np.asarray(params.logits(packed)), np.asarray(params.logits(alone))
+    np.testing.assert_allclose(single[:, : 64 - cut], together[:, cut:], atol=1e-5)
+
+
+def test_future_tokens_are_not_seen():
+    built = build(tiny(), jax.devices()[:1])
+    params = built.init(jax.random.key(0)).params
+    batch = random_batch(built.config)
+    changed = batch["tokens"].copy()
+    changed[:, 40:] = 5
+    plain, other = np.asarray(params.logits(batch)), np.asarray(params.logits(batch | {"tokens": changed}))
+    np.testing.assert_allclose(other[:, :40], plain[:, :40], atol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", ["none", "linear", "llama3", "yarn"])
+def test_rotary_tables_are_exact_far_out(scaling):
+    settings = RopeConfig(base=500_000.0, scaling=scaling, factor=8.0)
+    config = tiny(model={"head_dim": 64, "rope": settings}, precision="bf16").model
+    positions = np.array([[0, 255, 257, 4095, 15962]])
+    cos, sin = rope.tables(config, 64, jnp.asarray(positions))
+    angles = positions[0][:, None] * rope.inverse_frequencies(settings, 64)[None, :]
+    factor = rope.attention_factor(settings)
+    assert cos.dtype == jnp.float32
+    # float32 positions x frequencies keep about 1e-3 radians at 16k positions
+    np.testing.assert_allclose(cos[0, 0], np.cos(angles) * factor, atol=2e-3)
+    np.testing.assert_allclose(sin[0, 0], np.sin(angles) * factor, atol=2e-3)
+
+
+def test_rotation_depends_on_distance_alone():
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
+    config = tiny(model={"head_dim": 16}).model
+
+    def score(i, j):
+        rotated = []
+        for x, position in ((q, i), (k, j)):
+            cos, sin = rope.tables(config, 16, jnp.array([[position]]))
+            rotated.append(rope.rotate(jnp.asarray(x), cos[0], sin[0]))
+        return float((rotated[0] * rotated[1]).sum())
+
+    assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
+    assert abs(score(7, 3) - score(7, 4)) > 1e-3
+
+
+def test_every_parameter_has_one_name_per_dim():
+    from jaxpar.sharding import named_parameters
+
+    for family in ("llama", "gpt2"):
+        built = build(tiny(family, parallel={"data": 1}, model={"qk_norm": "head"}), jax.devices()[:1])
+        for name, parameter in named_parameters(built.abstract_state.params):
+            assert len(parameter.axes) == len(parameter.get_value().shape), name
+
+
+def test_compute_dtype_is_bfloat16_and_state_is_float32():
+    built = build(tiny(precision="bf16"), jax.devices()[:1])
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(built.abstract_state) if leaf.dtype.kind == "f"}
+    assert dtypes == {jnp.dtype("float32")}
+    params = built.init(jax.random.key(0)).params
+    stream, _ = jax.eval_shape(lambda batch: params.hidden(batch), random_batch(built.config))
+    assert stream.dtype == jnp.bfloat16
