@@ -61,11 +61,11 @@ class Pieces:
         forward_outs = [*outs, *fb, *fw]
         f = _cut(trace, forward_outs, {*always, trace.x}, produced=set(), save=False)
         inputs = [*trace.params, *trace.side]
-        self._f = _function([*inputs, trace.x], f.equations, forward_outs)
+        self._f = _function(trace.jaxpr, [*inputs, trace.x], f.equations, forward_outs)
         self._b = _function(
-            [*inputs, *fb, *fw, trace.dy], reads_b.equations, [*dx, *(bw if split_weights else dparams)]
+            trace.jaxpr, [*inputs, *fb, *fw, trace.dy], reads_b.equations, [*dx, *(bw if split_weights else dparams)]
         )
-        self._w = _function([*inputs, *fw, *bw], cut_w.equations, dparams if split_weights else [])
+        self._w = _function(trace.jaxpr, [*inputs, *fw, *bw], cut_w.equations, dparams if split_weights else [])
         self.saved_fb, self.saved_fw, self.saved_bw = ([_type_of(v) for v in group] for group in (fb, fw, bw))
         self._num_out, self._consts = num_out, trace.consts
 
@@ -114,7 +114,7 @@ class _Trace:
             return [*outs, dx, *jax.tree.leaves(dparams)]
 
         closed = jax.make_jaxpr(everything)(param_leaves, side_leaves, x, x)
-        jaxpr = closed.jaxpr
+        self.jaxpr = jaxpr = closed.jaxpr
         self.out_tree, self.consts = trees[0], list(closed.consts)
         self.params = jaxpr.invars[: len(param_leaves)]
         # consts are there in every call, like the side inputs
@@ -216,8 +216,10 @@ def _body(equation: core.JaxprEqn) -> tuple[Any, Sequence[Any]]:
     return body, consts
 
 
-def _function(inputs: list, equations: list, outs: list) -> Callable[..., list[jax.Array]]:
-    return core.jaxpr_as_fun(core.ClosedJaxpr(core.Jaxpr([], inputs, outs, equations), []))
+def _function(whole: Any, inputs: list, equations: list, outs: list) -> Callable[..., list[jax.Array]]:
+    """A part of a trace as a function of arrays."""
+    part = whole.replace(constvars=[], invars=inputs, eqns=equations, outvars=outs)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(part, []))
 
 
 def _type_of(variable: core.Var) -> jax.ShapeDtypeStruct:

@@ -31,11 +31,14 @@ def embed(ends: Any, batch: Any, sharder: Sharder, row_keys: jax.Array | None) -
     row = sharder.activation(batch["tokens"], "batch", "seq") - _first_row(table_VD.shape[0])
     here = (row >= 0) & (row < table_VD.shape[0])
     found = jnp.where(here[..., None], table_VD[jnp.where(here, row, 0)], jnp.zeros((), dtype))
+    # placed like the tokens, or the scatter of the backward pass permutes them between tensor shards
+    found = sharder.activation(found, "batch", "seq", "embed")
     x = lax.psum(found, STAGE)  # exact: one stage has the row, the others add zeros
     if config.embed_scale is not None:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     if parts["positions"] is not None:
         x = x + parts["positions"][...].astype(dtype)[batch["positions"]]
+    x = sharder.activation(x, "batch", "seq", "embed")
     x = sharder.activation(x, "batch", "residual_seq", "embed")
     return dropout(x, row_keys, config.dropout, config.num_layers, SITES["embed"])
 
