@@ -41,9 +41,12 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
     A step whose loss or gradient norm is not finite, or that has no trained token, changes nothing but the counters.
     """
     row_keys = row_keys_of(rules.seed, state.step, batch["tokens"].shape[0]) if rules.dropout else None
-    sums, grads = rules.grad_fn(state.params, batch, row_keys, state.loss_scale.scale)
+    scale = state.loss_scale.scale
+    if rules.loss_scaling:  # float16 cannot hold a gradient summed over tokens: scale that of the mean
+        scale = scale / jnp.maximum(batch["weights"].sum(), 1.0)
+    sums, grads = rules.grad_fn(state.params, batch, row_keys, scale)
     tokens = jnp.maximum(sums.tokens, 1.0)
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / (tokens * state.loss_scale.scale), grads)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / (tokens * scale), grads)
     loss, grad_norm = sums.loss / tokens, optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     applied = finite & (sums.tokens > 0)
