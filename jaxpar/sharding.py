@@ -18,16 +18,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxpar import context
 from jaxpar.config import Config, ParallelConfig
 from jaxpar.errors import UserError
 from jaxpar.mesh import BATCH_AXES
@@ -150,6 +152,7 @@ class Layout:
     zero_axes: tuple[str, ...] = ("data", "context")
     kv_repeat: int = 1
     compute_dtype: DTypeLike = jnp.float32
+    context: context.ContextPlan | None = None  # how attention crosses the axis of that name
 
     def activation(self, x: jax.Array, *axes: str) -> jax.Array:
         """`x` constrained to the rules; one logical name per dim."""
@@ -171,6 +174,34 @@ class Layout:
             return variable.replace(_gather(value, placed, self.mesh, reduce_first=looked_up))
 
         return map_parameters(place, module)
+
+    def attend(
+        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, rules: Any
+    ) -> jax.Array:
+        """Attention; across devices by the plan, where `context` splits the rows."""
+        if self.context is None:
+            return kernel(q, k, v, mask, rules)
+        kv_heads = "heads" if self.kv_repeat > 1 else "kv_heads"
+        return context.attend(
+            q, k, v, mask.segments, mask.window,
+            scores=context.Scores(rules.scale, rules.soft_cap),
+            plan=self.context,
+            mesh=self.mesh,
+            q_spec=self.rules.spec(("batch", "seq", "heads", "head_dim")),
+            kv_spec=self.rules.spec(("batch", "seq", kv_heads, "head_dim")),
+            kernel=None if rules.kernel == "xla" else lambda q, k, v, *m: kernel(q, k, v, type(mask)(*m), rules),
+        )  # fmt: skip
+
+    def order(self, length: int) -> np.ndarray | None:
+        """Index in the row of every position of the stream; None: the same."""
+        return None if self.context is None else self.context.order(length)
+
+    def ordered(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The batch with every row in the order of the stream."""
+        order = self.order(batch["tokens"].shape[1])
+        if order is None:
+            return dict(batch)
+        return {name: self.activation(a[:, order], "batch", "seq") for name, a in batch.items()}
 
     def placement(self, axes: tuple[str, ...], shape: tuple[int, ...], path: str) -> Placement:
         """Both mappings of one parameter."""
@@ -239,6 +270,10 @@ def make_layout(config: Config, mesh: Mesh, compute_dtype: DTypeLike) -> Layout:
         log.info("%d KV heads on %d tensor shards: each is computed on %d of them", kv_heads, tensor, kv_repeat)
     if heads % tensor:
         raise UserError(f"model.num_heads = {heads} does not divide by parallel.tensor = {tensor}")
+    sizes = {axis: mesh.shape[axis] for axis in ("context", "tensor", "stage")}
+    plan = context.choose(config, **sizes)
+    if plan is not None:
+        log.info("context parallelism: %s (%s)", plan.mode, plan.reason)
     return Layout(
         mesh,
         default_rules(config.parallel, kv_heads_split=kv_repeat == 1),
@@ -246,6 +281,7 @@ def make_layout(config: Config, mesh: Mesh, compute_dtype: DTypeLike) -> Layout:
         zero_axes=("data", "context", "expert"),
         kv_repeat=kv_repeat,
         compute_dtype=compute_dtype,
+        context=plan,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -60,11 +61,14 @@ class Norm(nnx.Module):
         return normed.astype(x.dtype)
 
 
-def dropout(x: jax.Array, row_keys: jax.Array | None, rate: float, *salt: int | jax.Array) -> jax.Array:
+def dropout(
+    x: jax.Array, row_keys: jax.Array | None, rate: float, *salt: int | jax.Array, order: np.ndarray | None = None
+) -> jax.Array:
     """Zero elements of `x` [B, ...] with probability `rate`; no change without keys (evaluation) or at rate 0.
 
     The mask of a row comes from the row's own key [B] and the salts (layer, site), so it is the same on every
-    layout, in every accumulation window and when the layer is recomputed.
+    layout, in every accumulation window and when the layer is recomputed. `order` [T] is the row's index of every
+    position of `x`, where they differ.
     """
     if row_keys is None or rate == 0.0:
         return x
@@ -72,7 +76,8 @@ def dropout(x: jax.Array, row_keys: jax.Array | None, rate: float, *salt: int | 
     def keep_row(key: jax.Array) -> jax.Array:
         for number in salt:
             key = jax.random.fold_in(key, number)
-        return jax.random.bernoulli(key, 1.0 - rate, x.shape[1:])
+        keep = jax.random.bernoulli(key, 1.0 - rate, x.shape[1:])
+        return keep if order is None else keep[order]
 
     return jnp.where(jax.vmap(keep_row)(row_keys), x / (1.0 - rate), 0).astype(x.dtype)
 

@@ -2,13 +2,21 @@
 
 A model calls `sharder.activation(x, "batch", "seq", "embed")` and `sharder.weights(block)`. `jaxpar.sharding` has the
 implementation that knows a mesh; `UNSHARDED` leaves everything where it is.
+
+A row that several devices share may run through the model in another order than it was written (see
+`jaxpar.context.plan`). Only attention, dropout and whoever reads the output by position need to know.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxpar.models.attention import Mask, Rules
 
 Tree = TypeVar("Tree")
 
@@ -26,6 +34,20 @@ class Sharder(Protocol):
         """The module with its parameters as the computation needs them (gathered when storage is split further)."""
         ...
 
+    def attend(
+        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules
+    ) -> jax.Array:
+        """Attention of q [B, T, H, K] over k, v [B, T, G, K]; `kernel(q, k, v, mask, rules)` where rows are whole."""
+        ...
+
+    def order(self, length: int) -> np.ndarray | None:
+        """Index in the row of every position of the stream, int32 [T]; None: the same."""
+        ...
+
+    def ordered(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """A batch of [B, T] arrays with every row in the order of the stream."""
+        ...
+
 
 class Unsharded:
     """One device: nothing to place."""
@@ -40,6 +62,20 @@ class Unsharded:
     def weights(self, module: Tree) -> Tree:
         """The module itself."""
         return module
+
+    def attend(
+        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules
+    ) -> jax.Array:
+        """The kernel's attention."""
+        return kernel(q, k, v, mask, rules)
+
+    def order(self, length: int) -> np.ndarray | None:
+        """Rows stay as they are."""
+        del length
+
+    def ordered(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The batch itself."""
+        return dict(batch)
 
 
 UNSHARDED = Unsharded()

@@ -55,7 +55,8 @@ class Block(nnx.Module):
         y = self.attention(x, side, sharder, traits) if name == "attention" else self.mlp(x, sharder)
         y = sharder.activation(y, "batch", "residual_seq", "embed")
         y = y if post_norm is None else post_norm(y)
-        return dropout(y, side.row_keys, self.config.dropout, traits["index"], SITES[name])
+        order = sharder.order(y.shape[1])
+        return dropout(y, side.row_keys, self.config.dropout, traits["index"], SITES[name], order=order)
 
 
 class Transformer(nnx.Module):
@@ -101,7 +102,8 @@ class Transformer(nnx.Module):
         if parts["positions"] is not None:
             x = x + parts["positions"][...].astype(self.precision.compute)[batch["positions"]]
         x = sharder.activation(x, "batch", "residual_seq", "embed")
-        return dropout(x, row_keys, self.config.dropout, self.config.num_layers, SITES["embed"])
+        order = sharder.order(x.shape[1])
+        return dropout(x, row_keys, self.config.dropout, self.config.num_layers, SITES["embed"], order=order)
 
     def side(self, batch: Batch, row_keys: jax.Array | None = None) -> Side:
         """What the blocks need of the batch besides the stream."""
@@ -145,7 +147,7 @@ class Transformer(nnx.Module):
     def hidden(
         self, batch: Batch, sharder: Sharder = UNSHARDED, row_keys: jax.Array | None = None
     ) -> tuple[jax.Array, dict]:
-        """Tokens [B, T] -> stream after the last block [B, T, D], auxiliary sums."""
+        """Tokens [B, T] -> stream after the last block [B, T, D], auxiliary sums; both in the order of the stream."""
         x = self.embed(batch, sharder, row_keys)
         return self.run_blocks(self.blocks, self.layer_traits(), x, self.side(batch, row_keys), sharder)
 
@@ -169,10 +171,13 @@ class Transformer(nnx.Module):
 
     def logits(self, batch: Batch, sharder: Sharder = UNSHARDED) -> jax.Array:
         """float32 logits [B, T, V] of a batch, without dropout."""
-        return self.logits_of(self.hidden(batch, sharder)[0], sharder)
+        logits = self.logits_of(self.hidden(sharder.ordered(batch), sharder)[0], sharder)
+        order = sharder.order(logits.shape[1])
+        return logits if order is None else logits[:, np.argsort(order)]
 
     def __call__(self, batch: Batch, sharder: Sharder = UNSHARDED, row_keys: jax.Array | None = None) -> Sums:
         """Loss sums of a batch."""
+        batch = sharder.ordered(batch)
         x, aux = self.hidden(batch, sharder, row_keys)
         sums = self.head_loss(x, batch["targets"], batch["weights"], sharder)
         return sums.with_aux(aux)

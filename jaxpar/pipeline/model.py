@@ -237,7 +237,7 @@ class _Parts:
         """[B, T] -> [microbatches, rows, T]: each takes every M-th row, so that the rows of a device stay on it."""
         num = self.microbatches
         parts = {}
-        for name, a in batch.items():
+        for name, a in self.stored.ordered(batch).items():
             a = jnp.moveaxis(a.reshape(a.shape[0] // num, num, *a.shape[1:]), 1, 0)
             spec = self.stored.rules.spec(("batch", "seq"))
             parts[name] = jax.lax.with_sharding_constraint(a, self.stored.sharding(P(None, *spec)))

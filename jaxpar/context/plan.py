@@ -1,0 +1,140 @@
+"""How attention crosses the `context` axis: the modes, the choice among them, and the order of tokens in the stream.
+
+The axis of size c is read as `ring` x `groups`: `groups` neighbours swap sequence for heads (all-to-all), and `ring`
+such groups pass keys and values round. all_to_all is ring = 1, ring is groups = 1, ring_all_to_all is both above 1.
+In all_gather every device fetches all keys and values.
+
+A causal token sees only what came before, so a device with the last piece of the row would work most. Modes with a
+ring (and all_gather) therefore hold the row in zig-zag order: cut into 2 x ring pieces, place i holds pieces i and
+2 x ring - 1 - i. Tokens, targets, weights, positions and segment ids are reordered alike, once, so that everything
+outside attention, which works position by position, never notices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxpar.config import Config
+from jaxpar.errors import UserError
+
+# FLOPs per byte above which a hop round the ring hides behind the block it overlaps with: bf16 FLOP/s of an H100
+# over one 400 Gb/s link, with the kernel at half its peak.
+HIDDEN_FLOPS_PER_BYTE = 1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextPlan:
+    """A mode for one axis size. `reason` says why it was chosen; `zigzag` how many places share a row (1: in order)."""
+
+    mode: str
+    size: int
+    ring: int
+    groups: int
+    reason: str
+
+    @property
+    def zigzag(self) -> int:
+        """Places of the zig-zag order; 1 when the stream keeps the order of the row."""
+        return self.size if self.mode == "all_gather" else self.ring
+
+    def order(self, length: int) -> np.ndarray | None:
+        """Index in the row of every position of the stream, int32 [T]; None when they are the same."""
+        return None if self.zigzag == 1 else stream_order(length, self.zigzag)
+
+
+def stream_order(length: int, places: int) -> np.ndarray:
+    """Zig-zag order, int32 [length]: place i holds pieces i and 2 x places - 1 - i of the row."""
+    pieces = np.arange(length, dtype=np.int32).reshape(2 * places, -1)
+    pairs = [(i, 2 * places - 1 - i) for i in range(places)]
+    return np.concatenate([pieces[piece] for pair in pairs for piece in pair])
+
+
+def choose(config: Config, *, context: int, tensor: int, stage: int) -> ContextPlan | None:
+    """The plan of `parallel.context_mode` for the mesh's axis sizes; None without context parallelism.
+
+    Raises `UserError` for a mode that the head counts, the row length or a pipeline rule out.
+    """
+    if context == 1:
+        return None
+    facts = _Facts.of(config, context, tensor, stage)
+    mode = config.parallel.context_mode
+    if mode != "auto":
+        if problem := facts.problem(mode):
+            raise UserError(f'parallel.context_mode = "{mode}": {problem}')
+        return facts.plan(mode, "as configured")
+    return facts.best()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    size: int
+    heads: int  # query heads of one tensor shard
+    heads_per_kv: int
+    length: int  # tokens of a row that one device holds
+    stage: int
+
+    @staticmethod
+    def of(config: Config, context: int, tensor: int, stage: int) -> _Facts:
+        model = config.model
+        if config.seq_len % context:
+            raise UserError(f"seq_len = {config.seq_len} does not divide by parallel.context = {context}")
+        return _Facts(
+            context, model.num_heads // tensor, model.num_heads // model.kv_heads, config.seq_len // context, stage
+        )
+
+    @property
+    def groups(self) -> int:
+        """The largest number of devices that can swap sequence for heads."""
+        return math.gcd(self.size, self.heads)
+
+    def problem(self, mode: str) -> str | None:
+        """Why a mode cannot be used, and what would work; None when it can."""
+        rings = mode in ("ring", "ring_all_to_all")
+        if rings and self.stage > 1:
+            return (
+                f"a pipeline (parallel.stage = {self.stage}) runs its stages in branches, where passing blocks round a "
+                'ring would wait for stages that are elsewhere; use "all_to_all", "all_gather" or "auto"'
+            )
+        if mode == "all_to_all" and self.groups != self.size:
+            return (
+                f"{self.heads} query heads per tensor shard do not divide by parallel.context = {self.size}; "
+                f'use parallel.context = {self.groups}, or "ring", or "ring_all_to_all"'
+            )
+        if mode == "ring_all_to_all" and self.groups in (1, self.size):
+            other = "ring" if self.groups == 1 else "all_to_all"
+            return (
+                f"with {self.heads} query heads per tensor shard and parallel.context = {self.size} there is nothing "
+                f'to combine; use "{other}"'
+            )
+        if (rings or mode == "all_gather") and self.length % 2:
+            return (
+                f"zig-zag order cuts the {self.length} tokens of a device in two; use a seq_len that divides by "
+                f"{2 * self.size}"
+            )
+        return None
+
+    def plan(self, mode: str, reason: str) -> ContextPlan:
+        groups = {"ring": 1, "all_gather": 1, "all_to_all": self.size}.get(mode, self.groups)
+        return ContextPlan(mode, self.size, self.size // groups, groups, reason)
+
+    def best(self) -> ContextPlan:
+        """The ring when it hides behind the work, else as much all-to-all as the heads allow."""
+        intensity = self.length * self.heads_per_kv / 2  # FLOPs per byte of a hop: causal block over bf16 keys, values
+        reasons = {
+            "ring": f"a hop hides behind its block ({intensity:.0f} FLOPs per byte, over {HIDDEN_FLOPS_PER_BYTE:.0f})",
+            "all_to_all": f"{self.heads} query heads per tensor shard divide by the axis, and at {intensity:.0f} FLOPs "
+            "per byte a ring would not hide",
+            "ring_all_to_all": f"{self.heads} query heads per tensor shard allow groups of {self.groups}",
+            "all_gather": "neither heads nor a ring can be split",
+        }
+        order = ["all_to_all", "ring_all_to_all", "ring", "all_gather"]
+        if intensity > HIDDEN_FLOPS_PER_BYTE:
+            order.insert(0, "ring")
+        for mode in order:
+            if self.problem(mode) is None:
+                reason = reasons[mode] if mode != "ring" or order[0] == "ring" else "the heads cannot be split further"
+                return self.plan(mode, reason)
+        raise UserError(f"parallel.context = {self.size}: {self.problem('all_gather')}")
