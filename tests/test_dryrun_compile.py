@@ -11,7 +11,7 @@ from dryrun_cases import CASES, NUM_GPUS, Case, compiled_cases
 from jaxpar.dryrun.assumptions import Assumptions
 from jaxpar.dryrun.checks import all_warnings, zero_contract
 from jaxpar.dryrun.classes import CLASSES, bytes_by_class, live_buffers
-from jaxpar.dryrun.memory import memory_by_class
+from jaxpar.dryrun.memory import memory_by_class, state_bytes
 from jaxpar.dryrun.run import analytic_report, report_of
 from jaxpar.dryrun.targets import find_target
 from jaxpar.dryrun.work import flops_per_gpu
@@ -39,7 +39,7 @@ def test_arguments_and_donation_are_exact(case):
 
 
 def test_gradient_bytes_are_exact(case):
-    assert case.step.state["gradients"] == memory_by_class(case.shape, case.layout).gradients
+    assert case.step.state["gradients"] == state_bytes(case.shape, case.layout).gradients
 
 
 def test_flops_equal_the_formula(case):

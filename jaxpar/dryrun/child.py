@@ -33,22 +33,25 @@ def main(folder: Path) -> None:
 
 def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Builds, lowers and compiles; returns sizes and times, and writes the program to `folder`."""
+    import jax
+
     from jaxpar import config_file
 
     started = time.monotonic()
     config = config_file.from_dict(request["config"])
+    devices = absent_devices(request["target_config"], request["topology"])
+    options = request["compiler_options"] or None
+    refused = None
     if request["fused_attention"]:
         _accept_absent_cudnn()
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="cudnn"))
-    devices = absent_devices(request["target_config"], request["topology"])
-
-    from jaxpar.build import build
-
-    built = build(config, devices)
-    lowered = built.step.lower(built.abstract_state, built.abstract_batch)
-    lowered_at = time.monotonic()
-    compiled = lowered.compile(compiler_options=request["compiler_options"] or None)
-    compiled_at = time.monotonic()
+        fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="cudnn"))
+        try:
+            built, compiled, lower_s, compile_s = _compile(fused, devices, options)
+        except jax.errors.JaxRuntimeError as error:
+            refused = str(error).strip().splitlines()[0][:300]
+    if not request["fused_attention"] or refused is not None:
+        unfused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))
+        built, compiled, lower_s, compile_s = _compile(unfused, devices, options)
     (module,) = compiled.runtime_executable().hlo_modules()
     (folder / "module.pb").write_bytes(module.as_serialized_hlo_module_proto())
     memory = compiled.memory_analysis()
@@ -61,10 +64,25 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         | {"host_temp": int(memory.host_temp_size_in_bytes)},
         "state": state_sizes(built),
         "weights": weight_shapes(built),
-        "lower_s": lowered_at - started,
-        "compile_s": compiled_at - lowered_at,
+        "fused_attention": request["fused_attention"] and refused is None,
+        "fused_attention_refused": refused,
+        "lower_s": lower_s,
+        "compile_s": compile_s,
+        "total_s": time.monotonic() - started,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def _compile(config: Any, devices: list[Any], options: Any) -> tuple[Any, Any, float, float]:
+    """(built run, compiled step, seconds of tracing and lowering, seconds of compiling)."""
+    from jaxpar.build import build
+
+    started = time.monotonic()
+    built = build(config, devices)
+    lowered = built.step.lower(built.abstract_state, built.abstract_batch)
+    lowered_at = time.monotonic()
+    compiled = lowered.compile(compiler_options=options)
+    return built, compiled, lowered_at - started, time.monotonic() - lowered_at
 
 
 def _accept_absent_cudnn() -> None:

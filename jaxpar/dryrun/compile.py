@@ -65,6 +65,7 @@ class CompiledStep:
     weights: list[dict[str, Any]]
     temporaries: list[Buffer]
     fused_attention: bool
+    fused_attention_refused: str | None  # why the compiler did not take it, where it was wanted
     lower_s: float
     compile_s: float
     peak_rss_bytes: int
@@ -125,10 +126,9 @@ def compile_step(
     missing = missing_plugin()
     if missing is not None:
         raise PluginMissingError(missing)
-    fused = can_fuse_attention(config)
     request = {
         "config": config_file.to_dict(config),
-        "fused_attention": fused,
+        "fused_attention": can_fuse_attention(config),
         "target_config": gpu.target_config(_HUGE_MEMORY_BYTES if unlimited_memory else None),
         "topology": topology(num_gpus, gpus_per_node or gpu.gpus_per_node),
         "compiler_options": compiler_options or {},
@@ -140,7 +140,7 @@ def compile_step(
         result = json.loads((folder / "result.json").read_text())
         if "user_error" in result:
             raise UserError(*result["user_error"])
-        return _read_result(result, folder, log, fused_attention=fused)
+        return _read_result(result, folder, log)
 
 
 def run_child(folder: Path, *, timeout_s: float, module: str = "jaxpar.dryrun.child") -> str:
@@ -189,7 +189,7 @@ def explain_exit(code: int, log: str) -> str:
     return f"the compile failed (exit code {code}){quoted}"
 
 
-def _read_result(result: dict[str, Any], folder: Path, log: str, *, fused_attention: bool) -> CompiledStep:
+def _read_result(result: dict[str, Any], folder: Path, log: str) -> CompiledStep:
     memory = result["memory"]
     return CompiledStep(
         module=read_module((folder / "module.pb").read_bytes()),
@@ -203,7 +203,8 @@ def _read_result(result: dict[str, Any], folder: Path, log: str, *, fused_attent
         state=result["state"],
         weights=result["weights"],
         temporaries=read_buffers(folder / "dump"),
-        fused_attention=fused_attention,
+        fused_attention=result["fused_attention"],
+        fused_attention_refused=result["fused_attention_refused"],
         lower_s=result["lower_s"],
         compile_s=result["compile_s"],
         peak_rss_bytes=result["peak_rss_bytes"],

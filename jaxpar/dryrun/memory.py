@@ -40,6 +40,15 @@ class MemoryByClass:
 
 
 @dataclasses.dataclass(frozen=True)
+class StateBytes:
+    """Exact bytes per GPU of each class of state; gradients are those of one step, in float32."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+@dataclasses.dataclass(frozen=True)
 class LeafBytes:
     """Float32 bytes of one parameter's state on one GPU, all its layers on the GPU together."""
 
@@ -54,7 +63,8 @@ def _parts(leaf: Leaf, shape: ModelShape, layout: Layout) -> list[int]:
     out = []
     for name in leaf.axes:
         split = name in _TENSOR_NAMES or (name == "kv_heads" and shape.kv_heads % layout.tensor == 0)
-        out.append(layout.tensor if split else layout.expert if name == "expert" else 1)
+        stages = layout.stage if name == "vocab" and not layout.head_on_last_stage else 1
+        out.append(layout.tensor * stages if split else layout.expert if name == "expert" else 1)
     return out
 
 
@@ -82,14 +92,27 @@ def leaf_bytes(leaf: Leaf, shape: ModelShape, layout: Layout, *, layers: int) ->
 
 
 def layers_per_stage(shape: ModelShape, layout: Layout) -> int:
-    """Layers of the fullest stage."""
-    return math.ceil(shape.num_layers / layout.stage)
+    """Layers of the fullest stage; every stage has room for as many."""
+    return layout.chunks * math.ceil(shape.num_layers / (layout.stage * layout.chunks))
 
 
 def state_leaves(shape: ModelShape, layout: Layout) -> tuple[tuple[Leaf, LeafBytes], ...]:
     """Every parameter with its bytes on one GPU."""
     # What does not matter here is set to its default, so that layouts that differ only there share one computation.
-    return _state_leaves(shape, Layout(**layout.sizes, zero=layout.zero))  # pyright: ignore[reportArgumentType]
+    return _state_leaves(shape, _state_key(layout))
+
+
+def _state_key(layout: Layout) -> Layout:
+    return Layout(
+        stage=layout.stage,
+        data=layout.data,
+        expert=layout.expert,
+        context=layout.context,
+        tensor=layout.tensor,
+        zero=layout.zero,
+        chunks=layout.chunks,
+        head_on_last_stage=layout.head_on_last_stage,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,6 +127,16 @@ def _state_leaves(shape: ModelShape, layout: Layout) -> tuple[tuple[Leaf, LeafBy
         if leaf.in_layer:
             out.append((leaf, leaf_bytes(leaf, shape, layout, layers=dense)))
     return tuple(out)
+
+
+def state_bytes(shape: ModelShape, layout: Layout) -> StateBytes:
+    """Parameters, gradients and optimizer state of one GPU, without the optimizer's counters."""
+    leaves = state_leaves(shape, layout)
+    return StateBytes(
+        parameters=sum(one.parameter for _, one in leaves),
+        gradients=sum(one.gradient for _, one in leaves),
+        optimizer=layout.optimizer_floats * sum(one.optimizer_per_float for _, one in leaves),
+    )
 
 
 def kept_elements_per_token(shape: ModelShape, layout: Layout) -> float:
@@ -186,9 +219,8 @@ def memory_by_class(shape: ModelShape, layout: Layout) -> MemoryByClass:
     activation and gradient; and the update, with whole parameters where ZeRO-1 and 2 hand them out.
     """
     leaves = state_leaves(shape, layout)
-    parameters = sum(one.parameter for _, one in leaves)
-    optimizer = layout.optimizer_floats * sum(one.optimizer_per_float for _, one in leaves)
-    gradients = sum(one.gradient for _, one in leaves)
+    state = state_bytes(shape, layout)
+    parameters, gradients, optimizer = state.parameters, state.gradients, state.optimizer
     tokens = layout.microbatch_rows * shape.seq_len / layout.context
     kept = kept_elements_per_token(shape, layout) * tokens * layout.compute_bytes
     layers = layers_per_stage(shape, layout)

@@ -174,6 +174,7 @@ def _compiled_report(
         )
 
     step = compiled(unlimited_memory=False)
+    layout = dataclasses.replace(layout, fused_attention=step.fused_attention)
     timeline = time_step(step, layout, gpu, assumed, per_node)
     unlimited_flops = None
     if options.check_recompute:

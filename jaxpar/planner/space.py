@@ -65,6 +65,9 @@ class Space:
             for tensor in divisors(N // stage):
                 if not self._tensor_works(tensor):
                     continue
+                if stage > 1 and shape.vocab % (stage * tensor):
+                    self.rejected["vocabulary does not divide by stage x tensor"] += 1
+                    continue
                 for context in self._contexts(N // stage // tensor):
                     for expert in self._experts(N // stage // tensor // context):
                         left = N // stage // tensor // context // expert
