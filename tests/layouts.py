@@ -71,7 +71,9 @@ class References:
         """Initial parameters of the config's model, on the host; the same on every mesh (which has its own test)."""
         key = config.model, config.loss, config.remat
         if key not in self._params:
-            built = build(dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1)), jax.devices()[:1])
+            built = build(
+                dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1)), jax.devices()[:1]
+            )
             self._params[key] = jax.device_get(built.init(jax.random.key(config.seed)).params)
         return self._params[key]
 
@@ -79,9 +81,7 @@ class References:
         """Loss and gradients by name of the config on one device."""
         key = dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1))
         if key not in self._known:
-            self._known[key] = loss_and_gradients(
-                build(key, jax.devices()[:1]), random_batch(key), self.params(key)
-            )
+            self._known[key] = loss_and_gradients(build(key, jax.devices()[:1]), random_batch(key), self.params(key))
         return self._known[key]
 
 

@@ -1,0 +1,42 @@
+"""Every performance claim as a ratio from one run: python scripts/benchmark.py [core pipeline data checkpoint dryrun ...].
+
+Without a name every part runs. Rows print as they come; --json=OUT keeps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(argv: list[str]) -> int:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    names = sorted(
+        module.name for module in pkgutil.iter_modules([str(ROOT / "scripts" / "benchmarks")]) if "_" not in module.name
+    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all rows")
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.parts) - set(names)):
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(names)}")
+    from jaxpar.mesh import simulate_devices
+
+    simulate_devices(8)
+    rows = []
+    for name in args.parts or names:
+        print(f"== {name}", flush=True)
+        rows += [{"part": name, **row} for row in importlib.import_module(f"benchmarks.{name}").run()]
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2, default=str) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

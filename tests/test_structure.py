@@ -1,0 +1,64 @@
+"""Imports point downward; the core stays small."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "jaxpar"
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of the project that a file imports, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxpar"):
+            found.add(node.module)
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names if name.name.startswith("jaxpar")}
+    return found
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((PACKAGE / folder).rglob("*.py"))
+
+
+def offenders(paths: list[Path], forbidden: tuple[str, ...]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in paths
+        for name in sorted(imports_of(path))
+        if any(name == f"jaxpar.{module}" or name.startswith(f"jaxpar.{module}.") for module in forbidden)
+    ]
+
+
+def test_models_know_no_mesh():
+    assert not offenders(files("models"), ("mesh", "pipeline", "optim", "sharding", "build", "step", "state"))
+
+
+def test_sharding_knows_no_model():
+    assert not offenders([PACKAGE / "sharding.py"], ("models", "step", "state", "build"))
+
+
+def test_step_is_the_bottom_of_the_run():
+    above = ("build", "trainer", "loop", "checkpoint", "data", "dryrun", "planner", "runtime", "metrics")
+    assert not offenders([PACKAGE / "step.py", PACKAGE / "state.py", PACKAGE / "optim.py"], above)
+
+
+def test_nobody_imports_the_trainer():
+    others = [path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "trainer.py")]
+    assert not offenders(others, ("trainer",))
+
+
+def test_files_and_functions_stay_readable():
+    long = []
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        if len(text.splitlines()) > 500:
+            long.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > 80:
+                long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not long

@@ -1,0 +1,159 @@
+"""The training script as a user runs it: it learns, resumes exactly, and refuses mistakes in one message."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = """
+def get_config():
+    return {
+        "steps": 6, "global_batch": 8, "seq_len": 32, "log_interval": 2, "eval_interval": 3, "eval_steps": 2,
+        "accumulation": 2, "precision": "float32",
+        "model": {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64, "dropout": 0.1},
+        "parallel": {"data": 2, "tensor": 2, "zero": 3, "sequence_parallel": True},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
+        "data": {"source": "files", "files": ("TEXT",), "eval_fraction": 0.2, "log_samples": True},
+        "checkpoint": {"interval": 3},
+        "metrics": {"tensorboard": False},
+    }
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    rows = [{"text": f"{word} " * (5 + 3 * i)} for i, word in enumerate(["one", "two", "three", "four"] * 40)]
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.replace("TEXT", str(text)))
+    return path
+
+
+def script(name: str, *args: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | variables)
+
+
+def train(config, workdir, *args):
+    return script("train", f"--config={config}", f"--workdir={workdir}", "--devices=4", *args)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def arrays_of(workdir: Path, step: int) -> dict[str, np.ndarray]:
+    from jaxpar.checkpoint import load_arrays
+
+    return load_arrays(workdir / "checkpoints", step)
+
+
+def test_run_and_resume_are_bit_identical(config, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    done = train(config, whole)
+    assert done.returncode == 0, done.stderr
+    first = train(config, broken, "--config.steps=3", "--config.optimizer.schedule=constant")
+    assert first.returncode == 0, first.stderr
+    # the same schedule for both: constant after the warm-up
+    again = train(config, tmp_path / "constant", "--config.optimizer.schedule=constant")
+    second = train(config, broken, "--config.optimizer.schedule=constant")
+    assert second.returncode == 0, second.stderr
+    assert "resuming after step 3" in second.stdout
+    assert again.returncode == 0
+
+    wanted, found = rows_of(tmp_path / "constant" / "metrics.jsonl"), rows_of(broken / "metrics.jsonl")
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 6]
+    timed = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "interval_tokens"}
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert {k: v for k, v in ours.items() if k not in timed} == {k: v for k, v in theirs.items() if k not in timed}
+    samples = rows_of(broken / "samples.jsonl")
+    assert samples == rows_of(tmp_path / "constant" / "samples.jsonl")
+    assert [row["step"] for row in samples] == [1, 2, 3, 4, 5, 6]
+    left, right = arrays_of(broken, 6), arrays_of(tmp_path / "constant", 6)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype
+        assert np.array_equal(value, right[name]), name
+
+    rows = rows_of(whole / "metrics.jsonl")
+    assert rows[-1]["eval_bits_per_byte"] > 0
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert json.loads((whole / "config.json").read_text())["steps"] == 6
+    finished = train(config, whole)
+    assert finished.returncode == 0
+    assert rows_of(whole / "metrics.jsonl") == rows
+
+
+MISTAKES = {
+    "typo": (["--config.optimizer.learningrate=1e-3"], ["learningrate", "did you mean", "learning_rate"]),
+    "several": (
+        ["--config.global_batch=7", "--config.model.num_heads=3", "--config.steps=1.5"],
+        ["global_batch", "steps"],
+    ),
+    "mesh too large": (["--config.parallel.data=16"], ["parallel.data", "4"]),
+    "heads": (["--config.model.num_heads=5", "--config.model.head_dim=8"], ["num_heads", "tensor"]),
+    "missing file": (["--config.data.files=/nowhere/*.txt"], ["/nowhere/*.txt"]),
+    "vocabulary too small": (["--config.model.vocab_size=100"], ["vocab_size", "100"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_gives_one_message_and_writes_nothing(name, config, tmp_path):
+    arguments, words = MISTAKES[name]
+    workdir = tmp_path / "run"
+    done = train(config, workdir, *arguments)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+    assert not workdir.exists()
+
+
+def test_empty_corpus_is_named(config, tmp_path):
+    (tmp_path / "empty.txt").write_bytes(b"")
+    done = train(config, tmp_path / "run", f"--config.data.files={tmp_path / 'empty.txt'}")
+    assert done.returncode == 2
+    assert "empty.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_layout_script(config):
+    done = script("check_layout", f"--config={config}", "--config.parallel.data=2")
+    assert done.returncode == 0, done.stderr
+    assert "PASSED" in done.stdout
+    assert "blocks/attention/q" in done.stdout
+
+
+def test_inspect_sharding_script(config, tmp_path):
+    out = tmp_path / "rows.json"
+    done = script("inspect_sharding", f"--config={config}", f"--json={out}", "--compile", "--devices=4")
+    assert done.returncode == 0, done.stderr
+    table = json.loads(out.read_text())
+    rows = {row["name"]: row for row in table["parameters"]}
+    q = rows["blocks/attention/q"]
+    assert q["logical_axes"] == ["layer", "embed", "heads", "head_dim"]
+    assert q["parameter_axes"][1].split(",")[0] == "data"
+    assert q["parameter_axes"][2] == "tensor"
+    assert q["parameter_bytes"] == 2 * 32 * 4 * 8 * 4 // 4
+    assert q["optimizer_bytes"] == 2 * q["parameter_bytes"]
+    assert "hold the promised bytes" in done.stdout
+
+
+def test_help_does_not_import_jax():
+    code = (
+        "import sys, runpy; sys.argv = ['train.py', '--help']\n"
+        "try: runpy.run_path('scripts/train.py', run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "assert 'jax' not in sys.modules and 'jaxlib' not in sys.modules, 'jax was imported'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "parallel.tensor" in done.stdout
