@@ -1,0 +1,236 @@
+"""Attention over split rows: exact in every mode, even work, the textbook's bytes, and clear refusals."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from context_cases import HEAD_DIM, LENGTH, ROWS, Case, cases, exchange, inputs, mesh_of, plain, value_and_gradients
+from layouts import References, assert_same, tiny
+
+from jaxpar import context
+from jaxpar.build import build
+from jaxpar.context.ring import _own_pairs, _pairs
+from jaxpar.errors import UserError
+from jaxpar.layout_check import put, random_batch
+
+CASES = cases()
+QUICK = [
+    Case("ring", 2, 8, 2, packed=True, tile=4),
+    Case("ring", 4, 8, 2, packed=True, window=24, soft_cap=2.0),
+    Case("all_to_all", 8, 8, 2, packed=True),
+    Case("all_gather", 4, 8, 2, packed=True, tile=4),
+    Case("ring_all_to_all", 8, 4, 2, packed=True),
+]
+
+
+def check(case: Case) -> None:
+    wanted = value_and_gradients(plain(case), case)
+    got = value_and_gradients(exchange(case, mesh_of(case.size)), case)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_attention(case: Case):
+    check(case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_in_every_mode(case: Case):
+    check(case)
+
+
+MODELS = {
+    "ring": ({"context": 4, "data": 2, "context_mode": "ring"}, {"num_kv_heads": 2, "window": 20}, {}),
+    "all to all, tensor, ZeRO": (
+        {"context": 2, "tensor": 2, "data": 2, "zero": 3, "sequence_parallel": True, "context_mode": "all_to_all"},
+        {"num_kv_heads": 1, "dropout": 0.1}, {"accumulation": 2},
+    ),
+    "pipeline": ({"stage": 2, "context": 2, "data": 2, "context_mode": "all_gather"}, {}, {}),
+}  # fmt: skip
+WIDE = {
+    f"{mode}-{size}-{name}": (parallel | {"context": size, "context_mode": mode}, model, settings)
+    for mode in ("ring", "all_to_all", "all_gather")
+    for size in (2, 4, 8)
+    for name, (parallel, model, settings) in {
+        "data": ({"data": 8 // size}, {"num_kv_heads": 4}, {}),
+        "zero3": ({"data": 8 // size, "zero": 3}, {"window": 20}, {"remat": "full"}),
+        "dropout": ({"replica": 8 // size, "zero": 1}, {"dropout": 0.3}, {"remat": "attention"}),
+        "caps": ({"data": 8 // size, "zero": 2},
+                 {"attention_soft_cap": 5.0, "window": 16, "window_pattern": (True, False)}, {"remat": "dots"}),
+    }.items()
+} | {
+    f"{mode}-tensor{tensor}-sequence{sequence}-zero{zero}": (
+        {"context": 2, "context_mode": mode, "tensor": tensor, "data": 4 // tensor, "zero": zero,
+         "sequence_parallel": sequence}, {"num_kv_heads": 2}, {},
+    )
+    for mode in ("ring", "all_to_all", "all_gather") for tensor in (2, 4) for sequence in (False, True)
+    for zero in ((0, 2, 3) if tensor == 2 else (0,))
+} | {
+    f"stages-{mode}-{size}-zero{zero}": (
+        {"stage": 2, "context": size, "data": 4 // size, "zero": zero, "context_mode": mode}, {"num_kv_heads": 4}, {},
+    )
+    for mode in ("all_to_all", "all_gather", "auto") for size in (2, 4) for zero in (0, 3)
+} | {
+    "ring_all_to_all-8": ({"context": 8, "context_mode": "ring_all_to_all"}, {"num_heads": 4, "num_kv_heads": 2}, {}),
+    "ring_all_to_all-4-tensor": (
+        {"context": 4, "tensor": 2, "context_mode": "ring_all_to_all", "sequence_parallel": True},
+        {"num_heads": 4, "num_kv_heads": 2, "dropout": 0.2}, {},
+    ),
+    "chunked loss": ({"context": 4, "data": 2, "context_mode": "ring"}, {}, {"accumulation": 2}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references():
+    return References()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str, references: References):
+    parallel, model, settings = MODELS[name]
+    assert_same(tiny(parallel=parallel, model=model, **settings), references)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", WIDE)
+def test_every_layout(name: str, references: References):
+    parallel, model, settings = WIDE[name]
+    assert_same(tiny(parallel=parallel, model=model, **settings), references)
+
+
+def test_sweep_is_wide():
+    assert len(WIDE) >= 60
+    assert {(case.mode, case.size) for case in CASES} >= {
+        (mode, size) for mode in ("ring", "all_to_all", "all_gather") for size in (2, 4, 8)
+    }
+
+
+@pytest.mark.parametrize("mode", ["ring", "all_to_all"])
+def test_documents_do_not_see_each_other_across_shards(mode: str):
+    case = Case(mode, 4, packed=True)
+    q, k, v, segments = inputs(case)
+    run = jax.jit(exchange(case, mesh_of(4)))
+    out = np.asarray(run(q, k, v, segments))
+    first = np.asarray(segments)[0] == 1
+    noise = jnp.where(jnp.asarray(first)[None, :, None, None], 7.0, 0.0)
+    other = np.asarray(run(q + noise, k + noise, v - noise, segments))
+    assert np.abs(other[0, first] - out[0, first]).max() > 0.1
+    np.testing.assert_array_equal(other[0, ~first], out[0, ~first])
+
+
+def test_logits_come_in_the_order_of_the_row():
+    config = tiny(parallel={"context": 4, "data": 2, "context_mode": "ring"}, model={"num_layers": 1})
+    built = build(config)
+    params = built.init(jax.random.key(0)).params
+    batch = random_batch(config)
+    found = jax.jit(functools.partial(type(params).logits, sharder=built.layout))(params, put(built, batch))
+    wanted = jax.device_get(params).logits(batch)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("places", [2, 4, 8])
+def test_zigzag_is_a_permutation_with_even_causal_work(places: int):
+    order = context.stream_order(LENGTH, places)
+    assert sorted(order) == list(range(LENGTH))
+    work = [int((piece + 1).sum()) for piece in np.split(order, places)]
+    assert max(work) == min(work)
+    natural = [int((piece + 1).sum()) for piece in np.split(np.arange(LENGTH), places)]
+    assert max(natural) / min(natural) > places  # what it would be in order: at least 3 for two places
+
+
+@pytest.mark.parametrize("places", [2, 4, 8])
+def test_the_ring_meets_every_visible_pair_of_pieces_once(places: int):
+    met = set()
+    for own in range(places):
+        pieces = (own, 2 * places - 1 - own)
+        pairs = [(int(a.number), pieces[int(b.number)]) for a, b in _own_pairs()]
+        for source in range(places):
+            if source != own:
+                theirs = (source, 2 * places - 1 - source)
+                pairs += [
+                    (int(a.number), theirs[int(b.number)]) for a, b in _pairs(jnp.asarray(source), jnp.asarray(own))
+                ]
+        assert len(pairs) == 2 * places + 1  # the same number on every place
+        found = {(pieces[mine], theirs) for mine, theirs in pairs}
+        assert len(found) == len(pairs)
+        met |= found
+    assert met == {(i, j) for i in range(2 * places) for j in range(i + 1)}
+
+
+def exchanged(case: Case, kind: str) -> list[tuple[int, int]]:
+    """(features, times) of the collectives of a kind in one layer's forward pass, as the program states them."""
+    q, k, v, segments = inputs(case)
+    run = exchange(case, mesh_of(case.size))
+    text = jax.jit(lambda q, k, v: run(q, k, v, segments)).lower(q, k, v).as_text()
+    calls = re.findall(rf"stablehlo\.{kind}\b.*?-> tensor<([0-9x]+)xf32>", text, re.DOTALL)
+    sizes = [math.prod(int(dim) for dim in shape.split("x")) for shape in calls]
+    return sorted(collections.Counter(sizes).items())
+
+
+def test_exchanges_are_those_of_the_textbook():
+    """Keys and values go round unrepeated; q, k, v and the output are swapped once; c devices hold T / c tokens."""
+    tokens = ROWS * LENGTH // 4
+    # Keys and values: asked for once before the loop and once in it (which runs twice), so 3 times in all.
+    assert exchanged(Case("ring", 4, 8, 2), "collective_permute") == [(tokens * 2 * HEAD_DIM, 4)]
+    assert exchanged(Case("all_to_all", 4, 8, 4), "all_to_all") == [
+        (tokens * 4 * HEAD_DIM, 2),
+        (tokens * 8 * HEAD_DIM, 2),
+    ]
+    # Two KV heads on four devices: each goes to the two devices whose queries use it.
+    assert exchanged(Case("all_to_all", 4, 8, 2), "all_to_all") == [
+        (tokens * 4 * HEAD_DIM, 2),
+        (tokens * 8 * HEAD_DIM, 2),
+    ]
+    assert exchanged(Case("all_gather", 4, 8, 2), "all_gather") == [(4 * tokens * 2 * HEAD_DIM, 2)]
+
+
+def test_auto_says_why():
+    base = Case("auto", 4)
+
+    def mode_of(case: Case, *, seq_len: int = LENGTH, stage: int = 1) -> context.ContextPlan:
+        config = dataclasses.replace(case.config(), seq_len=seq_len)
+        plan = context.choose(config, context=case.size, tensor=1, stage=stage)
+        assert plan is not None
+        assert plan.reason
+        return plan
+
+    assert mode_of(base).mode == "all_to_all"
+    assert "divide" in mode_of(base).reason
+    assert mode_of(base, seq_len=1 << 18).mode == "ring"  # a hop hides behind 65 536 tokens of work
+    assert "hides" in mode_of(base, seq_len=1 << 18).reason
+    assert mode_of(dataclasses.replace(base, heads=3, kv_heads=1)).mode == "ring"
+    both = mode_of(dataclasses.replace(base, heads=6, kv_heads=2))
+    assert (both.mode, both.ring, both.groups) == ("ring_all_to_all", 2, 2)
+    assert mode_of(dataclasses.replace(base, heads=3, kv_heads=1), stage=2).mode == "all_gather"
+    assert context.choose(base.config(), context=1, tensor=1, stage=1) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "words"),
+    [
+        (Case("all_to_all", 8, 6, 2), {}, "6 query heads"),
+        (Case("ring_all_to_all", 4, 8, 2), {}, 'use "all_to_all"'),
+        (Case("ring_all_to_all", 4, 3, 1), {}, 'use "ring"'),
+        (Case("ring", 4), {"stage": 2}, "parallel.stage = 2"),
+    ],
+    ids=str,
+)
+def test_refusals_name_what_would_work(case: Case, settings: dict[str, int], words: str):
+    with pytest.raises(UserError, match=words):
+        context.choose(case.config(), context=case.size, tensor=1, stage=settings.get("stage", 1))
+
+
+def test_odd_shards_cannot_be_zigzag():
+    config = dataclasses.replace(Case("ring", 4).config(), seq_len=20)
+    with pytest.raises(UserError, match="seq_len that divides by 8"):
+        context.choose(config, context=4, tensor=1, stage=1)
