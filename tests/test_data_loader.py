@@ -238,6 +238,20 @@ def test_mixture_from_a_config(tmp_path):
     assert sum(i.startswith("a:") for i in resumed.sample_ids()) == 4
 
 
+def test_a_source_of_weight_zero_may_be_empty(tmp_path):
+    (tmp_path / "a.txt").write_text("some text of the only source")
+    (tmp_path / "empty.txt").write_text("")
+    sources = (
+        MixtureSource("empty", "files", (f"{tmp_path}/empty.txt",), 0.0),
+        MixtureSource("a", "files", (f"{tmp_path}/a.txt",), 1.0),
+    )
+    settings = DataConfig(source="mixture", sources=sources, eval_fraction=0.0)
+    data = open_data(Config(seq_len=SEQ, data=settings), tmp_path)
+    loader = Loader(data.train, 4, seed=0)
+    loader.next_batch()
+    assert {i.split(":")[0] for i in loader.sample_ids()} == {"a"}
+
+
 def test_mixture_mistakes(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100)
     good = MixtureSource("a", "files", (f"{tmp_path}/a.txt",), 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -217,3 +218,16 @@ def test_standard_library_is_a_corpus():
     assert len(files) > 100
     assert skipped < 10
     assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard"), ("a.model", "sentencepiece")]
+)
+def test_a_missing_library_is_named_with_the_command(tmp_path, monkeypatch, name, library):
+    from jaxpar.data import load_tokenizer
+
+    monkeypatch.setitem(sys.modules, library, None)
+    path = tmp_path / name
+    path.write_bytes(b"something")
+    with pytest.raises(UserError, match=rf"{name}: .* needs the {library} package; run: pip install 'jaxpar\[data\]'"):
+        load_tokenizer(str(path)) if name == "a.model" else read(path)

@@ -61,16 +61,10 @@ class MixedRows:
 def mix(settings: DataConfig, parts: Sequence[Rows | None], seq_len: int) -> MixedRows:
     """The mixture of a config; `parts` are the rows of its sources in order, None for one without a row."""
     phases = _phases(settings)
-    empty = [source.name for source, part in zip(settings.sources, parts) if part is None]
-    drawn = {
-        source.name
-        for number, source in enumerate(settings.sources)
-        if any(weights[number] > 0 for _, weights in phases)
-    }
     raise_together(
-        f"data.sources: {name!r} has a positive weight but not one row; remove it or set its weight to 0"
-        for name in empty
-        if name in drawn
+        f"data.sources: {source.name!r} has a positive weight but not one row; remove it or set its weight to 0"
+        for source, part, is_drawn in zip(settings.sources, parts, drawn(settings))
+        if part is None and is_drawn
     )
     kept = tuple(part for part in parts if part is not None)
     for step, weights in phases:
@@ -83,6 +77,12 @@ def mix(settings: DataConfig, parts: Sequence[Rows | None], seq_len: int) -> Mix
         phases=tuple((step, whole_weights(weights)) for step, weights in phases),
         exhausted=settings.exhausted,
     )
+
+
+def drawn(settings: DataConfig) -> list[bool]:
+    """Whether each source has a weight above 0 at any time."""
+    phases = _phases(settings)
+    return [any(weights[number] > 0 for _, weights in phases) for number in range(len(settings.sources))]
 
 
 def problems(settings: DataConfig) -> list[str]:

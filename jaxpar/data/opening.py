@@ -56,7 +56,7 @@ def open_data(config: Config, workdir: Path) -> Data:
     cache_dir = Path(settings.cache_dir).expanduser() if settings.cache_dir else workdir / "cache"
     tokenizer = readers.tokenizer_of(settings)
     names, stores, tokenizer = _open_sources(config, cache_dir, tokenizer)
-    vocab_size = _check_ids(stores, config, tokenizer)
+    vocab_size = _check_ids([store for store in stores if store is not None], config, tokenizer)
     pad_id = tokenizer.pad_id if tokenizer is not None and tokenizer.pad_id is not None else 0
     held_out = 0.0 if settings.eval_files else settings.eval_fraction
 
@@ -71,11 +71,15 @@ def open_data(config: Config, workdir: Path) -> Data:
         )
         return _plan(store, packing, name, cache_dir, pad_id)
 
-    train = [plan(store, "train" if held_out else "all", name) for name, store in zip(names, stores)]
+    opened = [(name, store) for name, store in zip(names, stores) if store is not None]
+    train = [
+        None if store is None else plan(store, "train" if held_out else "all", name)
+        for name, store in zip(names, stores)
+    ]
     if settings.eval_files:
         evaluation = [plan(_open_evaluation(config, cache_dir, tokenizer, vocab_size), "all", "evaluation")]
     elif held_out:
-        evaluation = [plan(store, "evaluation", f"{name}/held-out") for name, store in zip(names, stores)]
+        evaluation = [plan(store, "evaluation", f"{name}/held-out") for name, store in opened]
     else:
         evaluation = []
     return _assemble(config, names, train, evaluation, vocab_size, tokenizer)
@@ -147,18 +151,24 @@ def _plan(store: TokenStore, packing: Packing, name: str, cache_dir: Path, pad_i
 
 def _open_sources(
     config: Config, cache_dir: Path, tokenizer: Tokenizer | None
-) -> tuple[list[str], list[TokenStore], Tokenizer | None]:
-    """Names and stores of the sources, and the tokenizer, which token files may bring along."""
+) -> tuple[list[str], list[TokenStore | None], Tokenizer | None]:
+    """Names and stores of the sources (None for one that is never drawn), and the tokenizer, which may come along."""
     settings = config.data
     if settings.source != "mixture":
         store = readers.open_source(settings.source, settings.files, settings, cache_dir, tokenizer, "data.files")
         return [settings.source], [store], readers.store_tokenizer(store, tokenizer, settings)
     names = [source.name for source in settings.sources]
-    stores: list[TokenStore] = []
+    stores: list[TokenStore | None] = []
+    drawn = mixture.drawn(settings)
     for number, source in enumerate(settings.sources):
+        if not drawn[number]:
+            log.info("mixture source %s has weight 0 throughout and is not opened", source.name)
+            stores.append(None)
+            continue
         key = f"data.sources[{number}].files"
-        stores.append(readers.open_source(source.source, source.files, settings, cache_dir, tokenizer, key))
-        tokenizer = readers.store_tokenizer(stores[-1], tokenizer, settings)
+        store = readers.open_source(source.source, source.files, settings, cache_dir, tokenizer, key)
+        tokenizer = readers.store_tokenizer(store, tokenizer, settings)
+        stores.append(store)
     return names, stores, tokenizer
 
 
