@@ -102,13 +102,14 @@ class Checkpoints:
             self._count(step, problem, said=False)
             return
         partial = folders.partial(self.directory, step)
-        thread = None
+        write = thread = None
         try:
             write = storage.start_write(partial / folders.STATE, named)
         except storage.STORAGE_ERRORS as error:
             self._fail(step, error)
-        else:
-            checksums = checksum.start(named)  # after the copy to host memory, which training waits for
+        # After the copy to host memory, which training waits for; and on every process, since it is a collective.
+        checksums = checksum.start(named)
+        if write is not None:
             targets = {name: leaves.target(leaf) for name, leaf in named.items()}
             thread = threading.Thread(
                 target=self._finish, args=(step, partial, write, targets, checksums), name=f"checkpoint-{step}"
