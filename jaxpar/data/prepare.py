@@ -127,6 +127,7 @@ class _Progress:
         self._sizes = [path.stat().st_size for path in inputs.files]
         self._total = sum(self._sizes)
         self._shown = time.monotonic()
+        self._tokens = 0
         self._bar: Any = None
         self._show: Callable[[int, int], None] = self._line
 
@@ -149,13 +150,17 @@ class _Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._bar is None:
+            return
+        if kind is None:
+            self._draw(self._total, self._tokens)
+        self._bar.stop()
 
     def __call__(self, counts: Counts, writer: TokenWriter) -> None:
         """Show where the work stands, not too often."""
         now = time.monotonic()
+        self._tokens = writer.num_tokens
         if now - self._shown >= (LINE_INTERVAL_S if self._bar is None else REFRESH_S):
             self._shown = now
             self._show(sum(self._sizes[: counts.file]) + counts.file_read_bytes, writer.num_tokens)
