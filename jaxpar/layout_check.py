@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpar.build import Built, build
 from jaxpar.config import Config, ParallelConfig, PipelineConfig
+from jaxpar.mesh import AXES
 from jaxpar.models.loss import Sums
 from jaxpar.step import row_keys_of
 from jaxpar.tree import named_leaves
@@ -74,42 +75,56 @@ def reference_of(config: Config) -> Config:
 
 def shrunk(config: Config) -> Config:
     """A small float32 copy of the config that its mesh still divides."""
-    model, parallel = config.model, config.parallel
-    degrees = {axis: max(getattr(parallel, axis), 1) for axis in ("stage", "context", "tensor", "expert")}
-    tensor, shards = degrees["tensor"], _zero_shards(config)
-    ratio = model.num_heads // math.gcd(model.num_heads, model.kv_heads) * math.gcd(model.num_heads, model.kv_heads)
-    group = model.num_heads // model.kv_heads if model.num_heads % model.kv_heads == 0 else ratio
-    kv_heads = max(tensor // group, 1) if model.kv_heads > 1 else 1
-    kv_heads = kv_heads if model.kv_heads == 1 or (kv_heads * group) % tensor == 0 else tensor
-    heads = kv_heads * group if model.kv_heads > 1 else max(tensor, group if group <= 16 else tensor)
-    unit = math.lcm(8 * tensor, shards)
-    layers = min(model.num_layers, max(2, degrees["stage"] * config.pipeline.chunks, len(model.window_pattern)))
-    seq_len = math.lcm(32, 2 * degrees["context"] * tensor)
-    small_model = dataclasses.replace(
-        model, num_layers=layers, embed_dim=max(unit, 32 // unit * unit), num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=8, mlp_dim=2 * max(unit, 32 // unit * unit), vocab_size=97, vocab_multiple=math.lcm(
-            degrees["stage"] * tensor, 8), max_position=seq_len if model.positions == "learned" else None,
-        window=None if model.window is None else min(model.window, seq_len // 4), attention="xla", query_scale=None,
-    )  # fmt: skip
-    rows = config.accumulation * _batch_shards(config) * _microbatches(config)
+    model = config.model
+    degree = {axis: max(getattr(config.parallel, axis), 1) for axis in AXES}
+    heads, kv_heads = _few_heads(model.num_heads, model.kv_heads, degree["tensor"])
+    unit = math.lcm(8 * degree["tensor"], _product(degree, "data", "context", "expert"))
+    width = unit * max(32 // unit, 1)
+    seq_len = math.lcm(32, 2 * degree["context"] * degree["tensor"])
+    wanted_layers = max(2, degree["stage"] * config.pipeline.chunks, len(model.window_pattern))
+    small = dataclasses.replace(
+        model,
+        num_layers=min(model.num_layers, wanted_layers),
+        embed_dim=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        mlp_dim=2 * width,
+        vocab_size=97,
+        vocab_multiple=math.lcm(degree["stage"] * degree["tensor"], 8),
+        max_position=seq_len if model.positions == "learned" else None,
+        window=None if model.window is None else min(model.window, seq_len // 4),
+        attention="xla",
+        query_scale=None,
+    )
+    pipeline = dataclasses.replace(config.pipeline, microbatches=_microbatches(config))
+    rows = config.accumulation * _product(degree, "replica", "data", "expert") * (pipeline.microbatches or 1)
+    chunk = seq_len // 2 if config.loss.chunk_tokens else None
     return dataclasses.replace(
-        config, model=small_model, seq_len=seq_len, global_batch=rows, precision="float32",
-        loss=dataclasses.replace(config.loss, chunk_tokens=config.loss.chunk_tokens and seq_len // 2),
-    )  # fmt: skip
+        config,
+        model=small,
+        seq_len=seq_len,
+        global_batch=rows,
+        pipeline=pipeline,
+        precision="float32",
+        loss=dataclasses.replace(config.loss, chunk_tokens=chunk),
+    )
 
 
-def _microbatches(config: Config) -> int:
-    if config.parallel.stage <= 1:
-        return 1
-    return config.pipeline.microbatches or 2 * config.parallel.stage
+def _few_heads(heads: int, kv_heads: int, tensor: int) -> tuple[int, int]:
+    """As few heads as keep the group size and how KV heads meet the tensor axis: split, or repeated."""
+    few = next(n for n in (2 * tensor, tensor, kv_heads) if kv_heads % n == 0)
+    return few * (heads // kv_heads), few
 
 
-def _batch_shards(config: Config) -> int:
-    return math.prod(max(getattr(config.parallel, axis), 1) for axis in ("replica", "data", "expert"))
+def _product(degree: dict[str, int], *axes: str) -> int:
+    return math.prod(degree[axis] for axis in axes)
 
 
-def _zero_shards(config: Config) -> int:
-    return math.prod(max(getattr(config.parallel, axis), 1) for axis in ("data", "context", "expert"))
+def _microbatches(config: Config) -> int | None:
+    """Two rounds through the stages show what many would."""
+    stages = config.parallel.stage
+    return min(config.pipeline.microbatches or 2 * stages, 2 * stages) if stages > 1 else None
 
 
 def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:

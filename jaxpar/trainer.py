@@ -14,7 +14,7 @@ import jax
 
 from jaxpar import config_file, validate
 from jaxpar.build import Built, build
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import Checkpoints, folders
 from jaxpar.config import Config
 from jaxpar.contract import check_step, class_bytes
 from jaxpar.data import Data, Loader, load_tokenizer, open_data
@@ -27,6 +27,7 @@ from jaxpar.optim import decay_counts
 from jaxpar.report import size_text
 from jaxpar.state import TrainState
 from jaxpar.runtime.watch import make_watch
+from jaxpar.weights import Weights, check_same_model, open_weights, start_state
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
         simulate_devices(devices)
     workdir = Path(workdir).absolute()
     config = resolved(config, len(jax.devices()))
-    built = build(config)
     _check_workdir(workdir)
+    weights = _initial_weights(config, workdir)
+    built = build(config)
     is_main = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(make_watch(config, workdir))
@@ -63,6 +65,7 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             data = open_data(config, workdir)
         progress = stack.enter_context(_progress(config, is_main))
         _describe(config, built, data, progress.message)
+        _tell_changes(config, workdir, progress.message)
         with watch.busy("compile"):
             _use_compile_cache(config, workdir)
             compiled = built.step.lower(built.abstract_state, built.abstract_batch).compile()
@@ -78,7 +81,7 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             )
         )
         with watch.busy("restore"):
-            state, extra = _first_state(config, built, checkpoints, progress.message)
+            state, extra = _first_state(config, built, checkpoints, weights, progress.message)
         start = int(state.step)
         writer = stack.enter_context(_writer(config, workdir, start, is_main))
         loader = stack.enter_context(_loader(data, config, built, extra))
@@ -145,14 +148,47 @@ def _describe(config: Config, built: Built, data: Data, say: Any) -> None:
     )
 
 
+def _initial_weights(config: Config, workdir: Path) -> Weights | None:
+    """What `init_from` names, checked against the model; None without it, and in a run that has checkpoints already."""
+    if config.init_from is None or folders.steps(workdir / "checkpoints"):
+        return None
+    weights = open_weights(config.init_from)
+    check_same_model(weights, config.model)
+    return weights
+
+
+def _tell_changes(config: Config, workdir: Path, say: Any) -> None:
+    """Name the settings that differ from the run that this one continues; the new ones hold from here on.
+
+    The learning rate follows the new schedule at the number of updates already applied.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        return
+    before, now = _flat(json.loads(path.read_text())), _flat(json.loads(json.dumps(config_file.to_dict(config))))
+    changed = [f"{key}: {before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value]
+    if changed:
+        say("settings changed since the last start, the new ones hold: " + "; ".join(changed))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _first_state(
-    config: Config, built: Built, checkpoints: Checkpoints, say: Any
+    config: Config, built: Built, checkpoints: Checkpoints, weights: Weights | None, say: Any
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """The newest checkpoint that verifies, or a fresh state."""
+    """The newest checkpoint that verifies, or a fresh state: from the weights of `init_from`, or random."""
     restored = checkpoints.restore_latest(built.abstract_state)
     if restored is not None:
         say(f"resuming after step {restored.step}")
         return restored.state, restored.extra
+    if weights is not None:
+        say(f"starting from {weights.folder}" + ("" if weights.step is None else f", step {weights.step}"))
+        return start_state(built, weights), None
     return built.init(jax.random.key(config.seed)), None
 
 

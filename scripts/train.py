@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from jaxpar import cli
 from jaxpar.errors import UserError
 
@@ -18,10 +20,18 @@ def main(argv: list[str]) -> int:
         simulate_devices(args.devices)
     else:
         join_processes(processes, heartbeat_s=args.config.runtime.heartbeat_s, local_devices=args.devices)
+    from jaxpar.loop import NonFiniteError
     from jaxpar.runtime.exits import run_guarded
     from jaxpar.trainer import train
 
-    return run_guarded(lambda: train(args.config, args.workdir).outcome.exit_code)
+    def run() -> int:
+        try:
+            return train(args.config, args.workdir).outcome.exit_code
+        except NonFiniteError as error:  # every process stops at the same step
+            print(f"train.py: {error}", file=sys.stderr)
+            return 1
+
+    return run_guarded(run)
 
 
 if __name__ == "__main__":

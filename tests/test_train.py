@@ -53,7 +53,7 @@ def rows_of(path: Path) -> list[dict]:
 def arrays_of(workdir: Path, step: int) -> dict[str, np.ndarray]:
     from jaxpar.checkpoint import load_arrays
 
-    return load_arrays(workdir / "checkpoints", step)
+    return load_arrays(workdir / "checkpoints", step)[1]
 
 
 def test_run_and_resume_are_bit_identical(config, tmp_path):
@@ -95,8 +95,8 @@ def test_run_and_resume_are_bit_identical(config, tmp_path):
 MISTAKES = {
     "typo": (["--config.optimizer.learningrate=1e-3"], ["learningrate", "did you mean", "learning_rate"]),
     "several": (
-        ["--config.global_batch=7", "--config.model.num_heads=3", "--config.steps=1.5"],
-        ["global_batch", "steps"],
+        ["--config.global_batch=7", "--config.model.num_heads=3", "--config.optimizer.warmup_steps=99"],
+        ["global_batch", "num_heads", "warmup_steps"],
     ),
     "mesh too large": (["--config.parallel.data=16"], ["parallel.data", "4"]),
     "heads": (["--config.model.num_heads=5", "--config.model.head_dim=8"], ["num_heads", "tensor"]),
