@@ -10,8 +10,8 @@ Three rules keep it correct on every schedule.
 - The objective is the sum over devices of what each contributes: the head's loss counts on the last stage only. So a
   plain `lax.psum` in `embed_fn` or `head_fn` has the right gradient, and one sum at the end completes the gradients
   of parameters that every stage holds.
-- The two things that are sent pass through one barrier, or XLA sends the activation before the backward has run and
-  a tick costs more than its dearest stage.
+- Nothing is sent before the tick's actions are done, or a tick costs more than its dearest stage. The order is held by
+  data dependencies, because barriers are gone before XLA schedules.
 """
 
 from __future__ import annotations

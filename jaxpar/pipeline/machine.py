@@ -101,13 +101,15 @@ class Machine:
     def _tick(self, carry: _Carry, columns: Row) -> tuple[_Carry, None]:
         row = {name: column if column.ndim == 0 else column[self.stage] for name, column in columns.items()}
         dx = self.no_x
+        embedded = lax.cond(row["embed"] >= 0, self._embed, lambda _: self.no_x, row["embed"])
         if self.pieces is not None:
-            carry, dx = self._backward(carry, row)
+            carry, dx = self._backward(carry, row, embedded)
             if self.schedule.splits_weights:
-                carry = self._weight(carry, row)
-        carry, y = self._forward(carry, row)
-        # Without the barrier XLA may send y before this tick's B has run (or dx before F).
-        y, dx = lax.optimization_barrier((y, dx))
+                carry, w_done = self._weight(carry, row)
+                dx = _after(row, dx, [w_done])
+        carry, y = self._forward(carry, row, embedded)
+        # Nothing is sent before all actions of the tick are done, or a tick costs more than its dearest stage.
+        y, dx = _after(row, y, [dx]), _after(row, dx, [y])
         num = self.schedule.stages
         y_in = lax.ppermute(y, STAGE, [(s, (s + 1) % num) for s in range(num)])
         carry = carry._replace(x=_put(carry.x, [y_in], row["x_put"]))
@@ -118,12 +120,16 @@ class Machine:
         carry = self._head(carry, row, y)
         return self._unembed(carry, row, dx), None
 
-    def _backward(self, carry: _Carry, row: Row) -> tuple[_Carry, Array]:
-        """B: gradient of the chunk's input, and weight gradients unless they are split off."""
+    def _backward(self, carry: _Carry, row: Row, embedded: Array) -> tuple[_Carry, Array]:
+        """B: gradient of the chunk's input, and weight gradients unless they are split off.
+
+        It waits for the embedding: every stage takes part in that one's sum, and a stage that has only an F in this
+        tick would otherwise wait for the others' B before it.
+        """
         pieces, split = self._pieces, self.schedule.splits_weights
 
         def act(carry: _Carry) -> tuple[Array, Ring, Any]:
-            dy = self.spec.constrain(_get(carry.g, row["g_get"])[0])
+            dy = self.spec.constrain(_after(row, _get(carry.g, row["g_get"])[0], [embedded]))
             fb, fw = _get(carry.fb, row["fb_get"]), _get(carry.fw, row["fw_peek"])
             side = self._side(row["b_microbatch"], row["b_chunk"])
             dx, rest = pieces.backward(self._chunk(row["b_chunk"]), side, fb, fw, dy)
@@ -135,22 +141,24 @@ class Machine:
         dx, bw, stages = lax.cond(row["b_microbatch"] >= 0, act, idle, carry)
         return carry._replace(bw=bw, grads=carry.grads._replace(stages=stages)), dx
 
-    def _weight(self, carry: _Carry, row: Row) -> _Carry:
-        """W: weight gradients alone."""
+    def _weight(self, carry: _Carry, row: Row) -> tuple[_Carry, Array]:
+        """W: weight gradients alone; also a number that is there when they are."""
         pieces = self._pieces
 
-        def act(carry: _Carry) -> Any:
+        def act(carry: _Carry) -> tuple[Any, Array]:
             side = self._side(row["w_microbatch"], row["w_chunk"])
             fw, bw = _get(carry.fw, row["fw_get"]), _get(carry.bw, row["bw_get"])
             grads = pieces.weight(self._chunk(row["w_chunk"]), side, fw, bw)
-            return self._accumulate(carry.grads.stages, row["w_chunk"], grads)
+            return self._accumulate(carry.grads.stages, row["w_chunk"], grads), row["w_microbatch"]
 
-        stages = lax.cond(row["w_microbatch"] >= 0, act, lambda carry: carry.grads.stages, carry)
-        return carry._replace(grads=carry.grads._replace(stages=stages))
+        def idle(carry: _Carry) -> tuple[Any, Array]:
+            return carry.grads.stages, row["w_chunk"]
 
-    def _forward(self, carry: _Carry, row: Row) -> tuple[_Carry, Array]:
+        stages, done = lax.cond(row["w_microbatch"] >= 0, act, idle, carry)
+        return carry._replace(grads=carry.grads._replace(stages=stages)), done
+
+    def _forward(self, carry: _Carry, row: Row, embedded: Array) -> tuple[_Carry, Array]:
         """F: the chunk's output; its input is the embedding or what arrived from the stage before."""
-        embedded = lax.cond(row["embed"] >= 0, self._embed, lambda _: self.no_x, row["embed"])
 
         def act(carry: _Carry) -> tuple[Array, Ring, Ring, Array, Any]:
             arrived = _get(carry.x, jnp.maximum(row["x_get"], 0))[0]
@@ -245,6 +253,18 @@ class Machine:
     def _pieces(self) -> Pieces:
         assert self.pieces is not None
         return self.pieces
+
+
+def _after(row: Row, a: Array, others: list[Array]) -> Array:
+    """`a`, but not before `others` are computed.
+
+    An optimization barrier does not survive until instructions are scheduled. So `a` depends on the others' data as
+    far as the compiler can know: no column holds a number below -1.
+    """
+    never = row["f_microbatch"] < -1
+    for other in others:
+        a = jnp.where(never, other.astype(a.dtype), a)
+    return a
 
 
 def _put(ring: Ring, values: list[Array], slot: Array) -> Ring:
