@@ -39,6 +39,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero2": ("parallel.zero=2", "accumulation=2"),
     "zero3": ("parallel.zero=3",),
     "tensor": ("parallel.zero=0", "parallel.tensor=4"),
+    "pipeline": (
+        "parallel.stage=2",
+        "parallel.tensor=2",
+        "parallel.zero=1",
+        "pipeline.microbatches=8",
+        "pipeline.schedule=fused",
+        "model.attention=xla",
+    ),
     "sequence": ("parallel.zero=3", "parallel.tensor=2", "parallel.sequence_parallel=True"),
 }
 NUM_GPUS = 8

@@ -17,11 +17,11 @@ class Assumptions:
     """Fractions are of the data-sheet rate."""
 
     matmul_efficiency: float = 0.75  # of the bf16 or float32 peak, for large matmuls
-    fp8_efficiency: float = 0.60  # of the fp8 peak
-    matmul_half_size: float = 250.0  # smallest matmul dim at which half of the efficiency is reached
+    fp8_efficiency: float = 0.70  # of the fp8 peak
+    matmul_half_size: float = 170.0  # smallest matmul dim at which half of the efficiency is reached
     attention_efficiency: float = 0.50  # of the bf16 peak, fused attention kernels
     first_flash_efficiency: float = 0.30  # the same for first-generation flash kernels
-    hbm_efficiency: float = 0.80
+    hbm_efficiency: float = 0.70
     eager_traffic: float = 2.0  # memory traffic of unfused elementwise operations, relative to fused ones
     nvlink_efficiency: float = 0.75
     network_efficiency: float = 0.75
@@ -32,7 +32,7 @@ class Assumptions:
     network_hop_s: float = 3e-6  # and per doubling of the number of nodes
     launch_s: float = 2e-6  # per kernel
     overlap: float = 0.85  # closed form only: part of a layer's compute that can hide its ZeRO collectives
-    overlap_cost: float = 0.20  # closed form only: share of hidden communication that slows compute down all the same
+    overlap_cost: float = 0.50  # closed form only: share of hidden communication that slows compute down all the same
     memory_fraction: float = 0.92  # "fits" means peak <= fraction x device memory - reserve
     memory_reserve_bytes: int = 1_610_612_736  # CUDA context, NCCL buffers, library workspaces
 

@@ -173,7 +173,8 @@ def print_calibration(path: str | None, gpu: str) -> Assumptions:
     from rich.console import Console
     from rich.table import Table
 
-    family = FAMILIES.get(gpu, gpu)
+    name = find_target(gpu).name
+    family = FAMILIES.get(name, name)
     runs = [run for run in load_runs(path) if FAMILIES.get(run.gpu.name, run.gpu.name) == family and run.grade == "A"]
     if len(runs) < 3:
         raise UserError(f"--gpu={gpu}: {len(runs)} measured runs of this GPU; a fit needs at least 3")

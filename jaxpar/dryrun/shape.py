@@ -152,6 +152,7 @@ class Layout:
     loss_chunk_tokens: int | None = None
     eager: bool = False  # elementwise operations are not fused by a compiler (runs of other systems)
     first_flash: bool = False  # attention is a first-generation flash kernel (runs of other systems)
+    overlapped_tensor: bool = False  # tensor-parallel collectives are pipelined with matmuls (runs of other systems)
     head_on_last_stage: bool = False  # True: the head is extra work of the last stage alone
 
     @property

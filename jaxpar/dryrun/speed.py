@@ -129,8 +129,8 @@ class _Model:
             backward += elementwise
         return forward, backward
 
-    def tensor_s(self) -> tuple[float, float]:
-        """(forward, backward) tensor-parallel communication of one layer; none of it hides."""
+    def tensor_s(self, forward_s: float, backward_s: float) -> tuple[float, float]:
+        """(forward, backward) exposed tensor-parallel communication of one layer; none of it hides in our programs."""
         layout = self.layout
         if layout.tensor == 1:
             return 0.0, 0.0
@@ -140,19 +140,29 @@ class _Model:
             # An all-gather before and a reduce-scatter after each half; the backward gathers the input once more.
             gather = self.collective_s("all-gather", size, ("tensor",))
             scatter = self.collective_s("reduce-scatter", size, ("tensor",))
-            return 2 * gather + 2 * scatter, (4 + again) * gather + (2 + again) * scatter
-        reduce = self.collective_s("all-reduce", size, ("tensor",))
-        return 2 * reduce, (2 + again) * reduce
+            forward, backward = 2 * gather + 2 * scatter, (4 + again) * gather + (2 + again) * scatter
+        else:
+            reduce = self.collective_s("all-reduce", size, ("tensor",))
+            forward, backward = 2 * reduce, (2 + again) * reduce
+        if layout.overlapped_tensor:
+            forward = exposed_time_s(forward, forward_s, self.assumed)
+            backward = exposed_time_s(backward, backward_s, self.assumed)
+        return forward, backward
 
     def context_s(self, forward_s: float) -> tuple[float, float]:
         """(forward, backward) exposed time of keys and values travelling over `context`."""
         layout = self.layout
         if layout.context == 1:
             return 0.0, 0.0
-        keys = 2 * self.tokens * self.shape.kv_heads * self.shape.head_dim / layout.tensor * layout.compute_bytes
-        one = self.collective_s("all-gather", keys * layout.context, ("context",))
+        one = self.collective_s("all-gather", self.context_payload(), ("context",))
         attention = self._attention_s(1.0)
         return exposed_time_s(one, attention, self.assumed), exposed_time_s(2 * one, 2 * attention, self.assumed)
+
+    def context_payload(self) -> float:
+        """Bytes of the keys and values of a whole row's heads."""
+        layout = self.layout
+        keys = 2 * self.tokens * self.shape.kv_heads * self.shape.head_dim / layout.tensor
+        return keys * layout.compute_bytes * layout.context
 
     def expert_s(self) -> float:
         """Exposed all-to-all of dispatch and combine of one layer, one direction."""
@@ -216,6 +226,26 @@ class _Model:
             self.moved("all-reduce", ("replica",), reduced / split, layers, exposed)
         return per_pass, per_step
 
+    def note_layers(
+        self, size: float, tensor: tuple[float, float], context: tuple[float, float], expert: float
+    ) -> None:
+        """Notes what the layers move over tensor, context and expert; `size` is that of the stream."""
+        layout, shape = self.layout, self.shape
+        runs = layout.num_microbatches * layers_per_stage(shape, layout)
+        if layout.tensor > 1:
+            kind = "reduce-scatter" if layout.sequence_parallel else "all-reduce"
+            per_layer = 5 if layout.remat == "full" else 4
+            self.moved(kind, ("tensor",), size, runs * per_layer, runs * sum(tensor))
+            if layout.sequence_parallel:
+                self.moved("all-gather", ("tensor",), size, runs * (per_layer + 1), 0.0)
+        if layout.context > 1:
+            self.moved("all-gather", ("context",), self.context_payload(), 3 * runs, runs * sum(context))
+        if expert > 0:
+            passes = 3 if layout.remat == "full" else 2
+            self.moved(
+                "all-to-all", ("expert",), size * shape.experts_per_token, 2 * passes * runs, passes * expert * runs
+            )
+
     def optimizer_s(self) -> float:
         """Update of the local part: gradients, parameters and moments are read, parameters and moments written."""
         local = sum(one.optimizer_per_float for _, one in state_leaves(self.shape, self.layout))
@@ -247,7 +277,7 @@ def bubble_passes(layout: Layout, forward_s: float, backward_s: float) -> float:
         ticks = 2 * (M * V + S - 1) / V
         return max(0.0, ticks * backward_s - M * both)
     if layout.schedule == "zb_h1":
-        return (S - 1) * (forward_s + backward_s / 2 - backward_s / 2) * 1.0
+        return (S - 1) * forward_s
     return (S - 1) / V * both
 
 
@@ -265,7 +295,7 @@ def estimate_step(
     layers = layers_per_stage(shape, layout)
     M = layout.num_microbatches
     forward, backward = model.layer_times()
-    tensor_forward, tensor_backward = model.tensor_s()
+    tensor_forward, tensor_backward = model.tensor_s(forward, backward)
     context_forward, context_backward = model.context_s(forward)
     expert = model.expert_s()
     per_pass, per_step = model.zero_s(forward, backward, layers)
@@ -275,13 +305,7 @@ def estimate_step(
     stage_forward = layers * (forward + extra_forward) + head_forward
     stage_backward = layers * (backward + extra_backward) + head_backward
     size = model.tokens * shape.embed_dim * layout.compute_bytes
-    if layout.tensor > 1:
-        kind = "reduce-scatter" if layout.sequence_parallel else "all-reduce"
-        per_layer = model.collective_s(kind, size, ("tensor",))
-        count = M * layers * round((tensor_forward + tensor_backward) / per_layer)
-        model.moved(kind, ("tensor",), size, count, M * layers * (tensor_forward + tensor_backward))
-    if layout.context > 1:
-        model.moved("all-gather", ("context",), size, 0, 0)
+    model.note_layers(size, (tensor_forward, tensor_backward), (context_forward, context_backward), expert)
     free = layout if lock_step else dataclasses.replace(layout, schedule="fused")
     bubble = bubble_passes(free, stage_forward, stage_backward)
     exchange = 0.0
