@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import sys
 import tracemalloc
@@ -231,3 +232,19 @@ def test_a_missing_library_is_named_with_the_command(tmp_path, monkeypatch, name
     path.write_bytes(b"something")
     with pytest.raises(UserError, match=rf"{name}: .* needs the {library} package; run: pip install 'jaxpar\[data\]'"):
         load_tokenizer(str(path)) if name == "a.model" else read(path)
+
+
+def test_cutting_a_text_does_not_change_its_ids(monkeypatch):
+    import tokenizers
+
+    monkeypatch.setattr(sources, "PART_BYTES", 2000)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 300)
+    text = "".join(path.read_text("utf-8") for path in sources.stdlib_files()[0][:12]) + "Größe, 大きさ\n大きさ\n" * 300
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([text], tokenizers.trainers.BpeTrainer(vocab_size=600, show_progress=False))
+    blocks = list(sources.text_blocks(io.BytesIO(text.encode()), "name", 0))
+    parts = [sources.block_texts(block, "text")[0] for block in blocks]
+    assert len(parts) > 20
+    assert "".join(parts) == text
+    assert [i for part in parts for i in tokenizer.encode(part).ids] == tokenizer.encode(text).ids

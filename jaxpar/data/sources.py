@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import sysconfig
 import tempfile
@@ -149,24 +150,25 @@ def text_blocks(stream: IO[bytes], name: str, start: int, first_line: int = 1) -
     yield Block("text", name, rest, opens=opens, closes=True, end=offset + len(rest), first_line=first_line)
 
 
-def _text_cut(data: bytes) -> int:
-    """Where to cut a text: after the last line feed of its first part that a visible ASCII byte follows.
+# Places where byte-pair patterns end a piece whatever comes before and after: inside "word word", and after a line.
+_WORD_END = re.compile(rb"[A-Za-z](?= [A-Za-z])")
+_LINE_END = re.compile(rb"[^\s]\n(?=[A-Za-z\x80-\xff])")
 
-    Splitting patterns end a word there, so the ids are those of the uncut text. A text without such a place is cut
-    before a blank, or between characters. 0 while that cannot be told: the cuts depend on the text alone, not on how
-    much of it happens to be read.
+
+def _text_cut(data: bytes) -> int:
+    """Where to cut a text: in its first part, at the last place where a tokenizer ends a piece anyway.
+
+    A part without such a place is cut between characters. 0 while the part is not complete: the cuts depend on the
+    text alone, not on how much of it happens to be read.
     """
     if len(data) <= PART_BYTES:
         return 0
-    end = PART_BYTES
-    while (cut := data.rfind(b"\n", 0, end)) >= 0:
-        if 0x20 < data[cut + 1] < 0x7F:
-            return cut + 1
-        end = cut
-    if len(data) <= 4 * PART_BYTES:
-        return 0
-    blank = data.rfind(b" ", 1, 4 * PART_BYTES)
-    return blank if blank > 0 else next(cut for cut in range(4 * PART_BYTES, 0, -1) if data[cut] & 0xC0 != 0x80)
+    for pattern in (_WORD_END, _LINE_END):
+        for low in (max(0, PART_BYTES - (1 << 16)), 0):
+            ends = [match.end() for match in pattern.finditer(data, low, PART_BYTES)]
+            if ends:
+                return ends[-1]
+    return next(cut for cut in range(PART_BYTES, 0, -1) if data[cut] & 0xC0 != 0x80)
 
 
 def _chunks(stream: IO[bytes], name: str) -> Iterator[bytes]:
