@@ -25,8 +25,8 @@ from jaxpar.metrics import MetricsWriter, Progress, Throughput, peak_flops_per_s
 from jaxpar.models.count import flops_per_token
 from jaxpar.optim import decay_counts
 from jaxpar.report import size_text
-from jaxpar.state import TrainState
 from jaxpar.runtime.watch import make_watch
+from jaxpar.state import TrainState
 from jaxpar.weights import Weights, check_same_model, open_weights, start_state
 
 log = logging.getLogger(__name__)

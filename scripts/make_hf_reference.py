@@ -10,6 +10,7 @@ Needs the extra `oracle` (torch on the CPU and transformers); works offline. A v
 gradients by tensor name and greedy continuation that transformers computes from the files.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -188,7 +189,9 @@ def pack(ids: Any) -> dict[str, Any]:
     """The batch of the seam: targets are shifted inside each document, and weigh 0 where there is none."""
     import numpy as np
 
-    batch = {key: np.zeros((BATCH, LENGTH), np.int32) for key in ("tokens", "targets", "positions", "segment_ids")}
+    batch: dict[str, Any] = {
+        key: np.zeros((BATCH, LENGTH), np.int32) for key in ("tokens", "targets", "positions", "segment_ids")
+    }
     batch["tokens"] = ids.astype(np.int32)
     batch["weights"] = np.zeros((BATCH, LENGTH), np.float32)
     for row, lengths in enumerate(DOCUMENTS):
@@ -215,7 +218,8 @@ def run(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     loss = (nll * weights).sum() / weights.sum()
     loss.backward()
-    grads = {f"grad/{key}": parameter.grad.numpy() for key, parameter in model.named_parameters()}
+    stored = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
+    grads = {f"grad/{stored.get(key, key)}": parameter.grad.numpy() for key, parameter in model.named_parameters()}
     return {"logits": logits.detach().numpy(), "loss": np.float32(loss.item()), **grads}
 
 

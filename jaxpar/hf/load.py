@@ -181,6 +181,8 @@ def _read_part(
     order = [piece.names.index(name) for name in kept]
     stored = {name: slice(min(b.start, sizes[name]), min(b.stop, sizes[name])) for name, b in bounds.items()}
     rows = tuple(slice(0, stored[name].stop - stored[name].start) for name in kept)
+    if any(row.start == row.stop for row in rows):  # a shard that holds nothing but padding
+        return out
     for name, numbers in tensor.numbered(plan.sizes):
         if all(bounds[axis].start <= number < bounds[axis].stop for axis, number in numbers.items()):
             place = tuple(numbers[axis] - bounds[axis].start for axis in axes if axis in numbers)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.hf import files
-from jaxpar.hf.family import Family, family_for, family_of
+from jaxpar.hf.family import Family, differences, family_for, family_of
 from jaxpar.hf.load import Plan
 from jaxpar.hf.tensors import Tensor, leaf_part
 
@@ -68,20 +68,18 @@ def export(
 def _config(
     model: ModelConfig, dtype: str, like: str | Path | None, max_position: int | None
 ) -> tuple[Family, dict[str, Any]]:
-    """The family and the config.json to write."""
-    if like is None:
-        family = family_for(model)
-        config = family.write_config(model)
-    else:
-        old = files.read_config(Path(like))
-        family = family_of(old)
+    """The family and the config.json to write; that of `like` is kept where it describes the same model."""
+    old = {} if like is None else files.read_config(Path(like))
+    family = family_for(model) if like is None else family_of(old)
+    if like is None or differences(model, family.read_config(old, ignore=old)):
         owned = {name for entry in family.entries for name in entry.names}
-        config = {**{name: value for name, value in old.items() if name not in owned}, **family.write_config(model)}
-        config |= {name: old[name] for name in family.defaults if name in old}
-        config.pop("torch_dtype", None)
+        kept = {name: value for name, value in old.items() if name not in owned}
+        config = family.write_config(model) | kept
+    else:
+        config = dict(old)
     if max_position is not None and model.positions != "learned":
         config.setdefault("max_position_embeddings", max_position)
-    return family, config | {"dtype": dtype}
+    return family, config | {"torch_dtype" if "torch_dtype" in old else "dtype": dtype}
 
 
 def _write_tensors(folder: Path, plan: Plan, source: Source, dtype: str, max_file_bytes: int) -> None:
@@ -146,7 +144,9 @@ def _unpadded(value: Any, plan: Plan, leaf: str) -> Any:
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     cast = array.astype(dtype)
     if dtype.name == "float16" and not np.isfinite(cast).all() and np.isfinite(array).all():
-        raise UserError(f"{name}: values up to {np.abs(array).max():.3g} overflow float16; export as bfloat16 or float32")
+        raise UserError(
+            f"{name}: values up to {np.abs(array).max():.3g} overflow float16; export as bfloat16 or float32"
+        )
     return cast
 
 

@@ -134,7 +134,7 @@ def leaf_part(value: Any, axes: Sequence[str], piece: Piece, numbers: Mapping[st
 
 
 def _groups(dims: str) -> tuple[tuple[str, ...], ...]:
-    """ "(heads head_dim) embed" -> (("heads", "head_dim"), ("embed",))."""
+    """Names by dim of the file: "(heads head_dim) embed" -> (("heads", "head_dim"), ("embed",))."""
     return tuple(tuple(word.strip("()").split()) for word in re.findall(r"\([^)]*\)|\S+", dims))
 
 

@@ -12,6 +12,7 @@ from jaxpar.hf.rope import Rope
 from jaxpar.hf.tensors import Tensor, fused, tensor
 
 LAYER = "gpt_neox.layers.{layer}."
+HEAD = "embed_out.weight"
 GELU_FIRST = {"gelu": "gelu", **ACTIVATIONS}
 
 
@@ -34,7 +35,7 @@ def tensors(model: ModelConfig) -> Iterator[Tensor]:
         yield tensor(f"{LAYER}mlp.{theirs}.weight", f"blocks/mlp/{ours}", shape)
         yield tensor(f"{LAYER}mlp.{theirs}.bias", f"blocks/mlp/{ours}_bias", shape.split()[0])
     if not model.tied:
-        yield tensor("lm_head.weight", "head", "vocab embed")
+        yield tensor(HEAD, "head", "vocab embed")
 
 
 def _norm(theirs: str, ours: str) -> Iterator[Tensor]:
@@ -59,5 +60,6 @@ FAMILY = Family(
     ignored=r".*attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
     table="gpt_neox.embed_in.weight",
     base="gpt_neox.",
-    renamed={"embed_out.weight": "lm_head.weight"},
+    renamed={"lm_head.weight": HEAD},
+    head=HEAD,
 )

@@ -1,0 +1,107 @@
+"""Between Hugging Face folders and the folders of runs: what scripts/convert_hf.py does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxpar import config_file
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint.plain import load_arrays
+from jaxpar.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from jaxpar.errors import UserError
+from jaxpar.hf import files
+from jaxpar.hf.load import leaf_axes, load_params, read_model
+from jaxpar.hf.save import export
+from jaxpar.weights import CHECKPOINTS, ORIGIN, Weights, open_weights
+
+
+def import_folder(
+    source: Path, target: Path, *, ignore: Iterable[str] = (), vocab_multiple: int | None = None
+) -> Config:
+    """Write a run's folder from a Hugging Face one: checkpoint of step 0, config.json, and what is carried along.
+
+    `config.json` is a valid `--config`, and the folder a valid `init_from`.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"{target}: exists already and is not empty; import into a new folder")
+    model = read_model(source, ignore)
+    if vocab_multiple is not None:
+        model = dataclasses.replace(model, vocab_multiple=vocab_multiple)
+    params = load_params(source, model, abstract_params(model))
+    origin = target / ORIGIN
+    origin.mkdir(parents=True, exist_ok=True)
+    files.carry(source, origin)
+    (origin / files.CONFIG).write_bytes((source / files.CONFIG).read_bytes())
+    with Checkpoints(target / CHECKPOINTS, CheckpointConfig(asynchronous=False)) as checkpoints:
+        checkpoints.save(0, {"params": params}, {"imported": str(source)})
+    config = _config(model, Weights(origin, model))
+    (target / "config.json").write_text(config_file.to_json(config))
+    return config
+
+
+def _config(model: ModelConfig, weights: Weights) -> Config:
+    tokenizer = weights.tokenizer
+    data = DataConfig() if tokenizer is None else DataConfig(tokenizer=tokenizer)
+    seq_len = Config.seq_len if model.max_position is None else min(Config.seq_len, model.max_position)
+    return Config(model=model, seq_len=seq_len, data=data)
+
+
+def export_folder(
+    source: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    like: Path | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a Hugging Face folder from a checkpoint of a run (or from another Hugging Face folder).
+
+    `dtype` None: that of `like`, else float32. `like` None: where the run was imported from, if it was.
+    """
+    weights = open_weights(source, step)
+    like = weights.like if like is None else like
+    dtype = dtype or (_dtype_of(like) if like is not None else "float32")
+    leaves = leaf_axes(abstract_params(weights.model))
+    if weights.config is None:
+        named = {name: leaf for name, (_, leaf) in leaf_axes(weights.load(abstract_params(weights.model))).items()}
+
+        def value(leaf: str) -> Any:
+            return named[leaf]
+    else:
+
+        def value(leaf: str) -> Any:
+            name = f"params/{leaf}"
+            return load_arrays(source_folder, weights.step, prefix=name)[1][""]
+
+    source_folder = weights.folder / CHECKPOINTS
+    length = weights.config.seq_len if weights.config is not None else None
+    export(
+        target,
+        weights.model,
+        leaves,
+        value,
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        like=like,
+        max_position=length,
+    )
+
+
+def abstract_params(model: ModelConfig) -> Any:
+    """The parameters of a model as shapes and float32, without computing anything."""
+    import jax
+
+    from jaxpar.build import model_maker
+    from jaxpar.precision import precision
+
+    maker = model_maker(Config(model=model), precision("float32"))
+    return jax.eval_shape(maker, jax.random.key(0))
+
+
+def _dtype_of(folder: Path) -> str:
+    raw = files.read_config(folder)
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
