@@ -237,7 +237,7 @@ def test_a_missing_library_is_named_with_the_command(tmp_path, monkeypatch, name
 def test_cutting_a_text_does_not_change_its_ids(monkeypatch):
     import tokenizers
 
-    monkeypatch.setattr(sources, "PART_BYTES", 2000)
+    monkeypatch.setattr(sources, "PART_BYTES", 12000)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 300)
     text = "".join(path.read_text("utf-8") for path in sources.stdlib_files()[0][:12]) + "Größe, 大きさ\n大きさ\n" * 300
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
