@@ -13,7 +13,7 @@ from flax import nnx
 from optax import contrib
 
 from jaxpar.config import OptimizerConfig
-from jaxpar.names import is_matrix
+from jaxpar.names import STACKED, is_matrix
 from jaxpar.sharding import map_parameters
 
 
@@ -90,8 +90,9 @@ def muon_dimensions(params: Any) -> Any:
         axes = tuple(variable.axes)
         if not is_matrix(axes) or {"vocab", "position"} & set(axes):
             return None
-        first = axes.index("embed")
-        others = [i for i, name in enumerate(axes) if name not in ("layer", "stage", "chunk", "expert", "embed")]
-        return contrib.MuonDimensionNumbers(reduction_axis=(first,), output_axis=tuple(others))
+        inside = [i for i, name in enumerate(axes) if name not in STACKED]
+        first = axes.index("embed") if "embed" in axes else inside[0]
+        others = tuple(i for i in inside if i != first)
+        return contrib.MuonDimensionNumbers(reduction_axis=(first,), output_axis=others)
 
     return map_parameters(lambda variable: variable.replace(dimensions(variable)), params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.errors import UserError
 from jaxpar.models.transformer import Transformer
 from jaxpar.sharding import Layout, Placement
+from jaxpar.tree import from_named, named_leaves
 
 
 class LossScale(NamedTuple):
@@ -47,20 +48,19 @@ def init_state(
     return TrainState(zeros[0], zeros[1], zeros[2], zeros[3], scale, params, optimizer.init(params))
 
 
-def state_shardings(
-    abstract: TrainState, optimizer: optax.GradientTransformation, layout: Layout
-) -> tuple[TrainState, Any]:
+def state_shardings(abstract: TrainState, layout: Layout) -> tuple[TrainState, Any]:
     """(A tree of `NamedSharding`s shaped like the state, a tree of `Placement`s shaped like the parameters)."""
     placements = layout.placements(abstract.params)
     whole = layout.whole
     params = jax.tree.map(lambda p: layout.sharding(p.parameter), placements, is_leaf=_is_placement)
-    opt_state = optax.tree.map_params(
-        optimizer,
-        lambda leaf, placement: _optimizer_sharding(leaf, placement, layout),
+    owners = named_leaves(abstract.params)
+    owners = dict(zip(owners, jax.tree.leaves(placements, is_leaf=_is_placement), strict=True))
+    opt_state = from_named(
         abstract.opt_state,
-        placements,
-        transform_non_params=lambda _: whole,
-        is_leaf=_is_placement,
+        {
+            name: _optimizer_sharding(name, leaf, owners, layout)
+            for name, leaf in named_leaves(abstract.opt_state).items()
+        },
     )
     scale = LossScale(whole, whole)
     return TrainState(whole, whole, whole, whole, scale, params, opt_state), placements
@@ -70,8 +70,16 @@ def _is_placement(node: Any) -> bool:
     return isinstance(node, Placement)
 
 
-def _optimizer_sharding(leaf: Any, placement: Placement, layout: Layout) -> NamedSharding:
-    """Sharding of one optimizer leaf: the parameter's, less the dims that a factored moment has summed away."""
+def _optimizer_sharding(name: str, leaf: Any, owners: Mapping[str, Placement], layout: Layout) -> NamedSharding:
+    """Sharding of one optimizer leaf.
+
+    A leaf belongs to the parameter that its name ends with and lies like it, less the dims that a factored moment has
+    summed away; counters and the like are whole.
+    """
+    owner = max((path for path in owners if name.endswith(f"/{path}")), key=len, default=None)
+    if owner is None:
+        return layout.whole
+    placement = owners[owner]
     spec, shape = placement.optimizer, placement.shape
     if leaf.shape == shape:
         return layout.sharding(spec)

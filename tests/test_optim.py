@@ -93,8 +93,9 @@ def test_gradients_lie_where_zero_promises(zero):
 def test_a_broken_promise_is_named():
     from jaxpar.contract import ContractError
 
-    built = build(tiny(parallel={"data": 4, "tensor": 2, "zero": 1}))
-    other = build(tiny(parallel={"data": 4, "tensor": 2, "zero": 0}))
+    built, other = (
+        build(tiny(parallel={"data": 4, "tensor": 2, "zero": zero}, optimizer=OptimizerConfig())) for zero in (1, 0)
+    )
     compiled = other.step.lower(other.abstract_state, other.abstract_batch).compile()
     with pytest.raises(ContractError, match="mu/blocks/mlp/up"):
         check_step(built, compiled)
