@@ -17,7 +17,7 @@ from jaxpar.build import Built, build
 from jaxpar.checkpoint import Checkpoints, folders
 from jaxpar.config import Config
 from jaxpar.contract import check_step, class_bytes
-from jaxpar.data import Data, Loader, load_tokenizer, open_data
+from jaxpar.data import Data, Loader, open_data, required_vocab
 from jaxpar.errors import UserError
 from jaxpar.loop import Outcome, Run, evaluator, run_steps
 from jaxpar.mesh import simulate_devices
@@ -107,7 +107,7 @@ def resolved(config: Config, num_devices: int) -> Config:
     validate.check(config, num_devices)
     model, needed = config.model, None
     if model.vocab_size is None or config.data.source in ("python_stdlib", "files"):
-        needed = load_tokenizer(config.data.tokenizer).vocab_size
+        needed = required_vocab(config)
         model = dataclasses.replace(model, vocab_size=model.vocab_size or needed)
     if model.positions == "learned" and model.max_position is None:
         model = dataclasses.replace(model, max_position=config.seq_len)
