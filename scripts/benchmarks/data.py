@@ -1,18 +1,18 @@
 """Speed of the data code on this machine, as ratios from one run.
 
 Compares prepare_data with a plain Python loop over the same tokenizer, and measures packing and reading rows. The text
-is the Python standard library as JSONL; the tokenizer a byte-pair vocabulary trained on it, or --tokenizer.
+is the Python standard library as JSONL; the tokenizer a byte-pair vocabulary trained on it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def write_corpus(path: Path, size_bytes: int) -> None:
@@ -66,48 +66,44 @@ def prepared(corpus: Path, tokenizer: str, output: Path, processes: int) -> floa
     return time.perf_counter() - started
 
 
-def measure_rows(tokens: Path, workdir: Path) -> None:
-    """Fill and speed of both packings."""
+def packing_rows(tokens: Path, workdir: Path) -> Iterator[dict[str, Any]]:
+    """Fill of both packings; the speed of reading goes into the detail."""
     from jaxpar.config import Config, DataConfig
     from jaxpar.data import open_data
 
     for packing in ("concat", "best_fit"):
         settings = DataConfig(source="tokens", files=(str(tokens),), packing=packing, eval_fraction=0.0)
-        started = time.perf_counter()
         rows = open_data(Config(seq_len=1024, data=settings), workdir).train
-        opened = time.perf_counter() - started
         count = min(len(rows), 2000)
         started = time.perf_counter()
-        weight = sum(float(rows.row(index)["weights"].sum()) for index in range(count))
-        seconds = time.perf_counter() - started
-        print(
-            f"{packing}: planned in {opened:.2f} s, {weight / (1024 * count):.4f} of the slots trained,"
-            f" {1024 * count / seconds / 1e6:.1f} million tokens read per second"
-        )
+        filled = sum(float((rows.row(index)["segment_ids"] > 0).sum()) for index in range(count))
+        per_s = 1024 * count / (time.perf_counter() - started)
+        yield {
+            "name": f"share of filled slots, {packing}",
+            "found": filled / (1024 * count),
+            "limit": 0.97,
+            "detail": f"{per_s / 1e6:.1f} million tokens read per second",
+        }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", help='"bytes" or a tokenizer.json (default: trained here)')
-    parser.add_argument("--megabytes", type=float, default=10.0, help="size of the text (default: 10)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    arguments = parser.parse_args()
+def run(size_bytes: int = 20_000_000) -> list[dict[str, Any]]:
+    """Print every row and return them; here `found` should be at least `limit`."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus = folder / "corpus.jsonl"
-        write_corpus(corpus, int(arguments.megabytes * 1e6))
-        tokenizer = arguments.tokenizer or str(folder / "tokenizer.json")
-        if arguments.tokenizer is None:
-            train_tokenizer(corpus, folder / "tokenizer.json")
-        # Workers first: their fork wants a process in which no library has started threads.
-        fast = prepared(corpus, tokenizer, folder / "tokens", arguments.processes)
-        plain = plain_loop(corpus, tokenizer, folder / "plain.bin")
-        print(f"plain loop {plain:.2f} s, prepare_data {fast:.2f} s with {arguments.processes} processes")
-        print(f"ratio {plain / fast:.2f}")
-        measure_rows(folder / "tokens", folder)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        corpus, tokenizer = folder / "corpus.jsonl", str(folder / "tokenizer.json")
+        write_corpus(corpus, size_bytes)
+        train_tokenizer(corpus, Path(tokenizer))
+        for label, spec in (("bytes", "bytes"), ("byte-pair", tokenizer)):
+            fast = prepared(corpus, spec, folder / f"tokens-{label}", os.cpu_count() or 1)
+            plain = plain_loop(corpus, spec, folder / "plain.bin")
+            detail = f"{fast:.2f} s against {plain:.2f} s"
+            rows.append(
+                {"name": f"prepare_data / plain loop, {label}", "found": plain / fast, "limit": 1.5, "detail": detail}
+            )
+        rows += packing_rows(folder / "tokens-byte-pair", folder)
+    for row in rows:
+        mark = "ok" if row["found"] >= row["limit"] else "BELOW"
+        print(f"{row['name']:58} {row['found']:8.3f}  at least {row['limit']:<6.3g} {mark:6} {row['detail']}")
+    return rows
