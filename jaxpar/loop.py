@@ -153,7 +153,7 @@ def _log(
         run.progress.message(f"warning: step {step} had no trained token; nothing was updated")
     if values["skipped"]:
         run.progress.message(
-            f"warning: step {step} is not finite; {values['skipped']} in a row skipped, {values['skipped_total']} in all"
+            f"warning: step {step} is not finite: {values['skipped']} skipped in a row, {values['skipped_total']} in all"
         )
     limit = run.config.optimizer.max_skipped
     if values["skipped"] >= limit:

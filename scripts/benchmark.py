@@ -1,4 +1,4 @@
-"""Every performance claim as a ratio from one run: python scripts/benchmark.py [core pipeline data checkpoint dryrun ...].
+"""Every performance claim as a ratio from one run: python scripts/benchmark.py [core pipeline data ...].
 
 Without a name every part runs. Rows print as they come; --json=OUT keeps them.
 """

@@ -1,0 +1,1 @@
+"""Flax modules; they know logical axis names, never a mesh."""

@@ -135,6 +135,7 @@ class Attention(nnx.Module):
         return Norm(self.config, (heads, K), (name, "head_dim")) if self.config.qk_norm == "full" else None
 
     def __call__(self, x: jax.Array, side: Side, sharder: Sharder, traits: dict[str, jax.Array]) -> jax.Array:
+        """x [B, T, D] -> [B, T, D]; `traits` say what is special about this layer."""
         q_BTHK, k_BTGK, v_BTGK = self.project(x, side, sharder, traits)
         mask = Mask(side.segment_ids, traits.get("window", self.config.window))
         soft_cap = self.config.attention_soft_cap

@@ -49,6 +49,7 @@ class Norm(nnx.Module):
         self.bias = constant(0.0, shape, axes) if self.kind == "layer" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` normalised over its last dims."""
         over = tuple(range(-self.num_dims, 0))
         x32 = x.astype(jnp.float32)  # the mean of squares underflows in bfloat16
         if self.kind == "layer":
@@ -96,6 +97,7 @@ class Mlp(nnx.Module):
         self.down_bias = constant(0.0, (D,), ("embed",)) if config.mlp_bias else None
 
     def __call__(self, x: jax.Array, sharder: Sharder) -> jax.Array:
+        """x [B, T, D] -> [B, T, D]."""
         hidden = add_bias(x @ self.up[...].astype(self.dtype), self.up_bias)
         act = ACTIVATIONS[self.activation]
         if self.gate is None:

@@ -6,6 +6,7 @@ run the same sizes in turn, so a noisy machine slows both.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import subprocess
@@ -175,7 +176,7 @@ def _init() -> dict[str, Any]:
     """Largest array in the compiled, ZeRO-3 initialisation over the largest shard that a device should hold."""
     built = build(_config({"data": 8, "zero": 3}))
     text = built.init.lower(jax.random.key(0)).compile().as_text()
-    sizes = [eval(dims.replace(",", "*")) for dims in re.findall(r" f32\[([\d,]+)\]", text)]  # noqa: S307
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r" f32\[([\d,]+)\]", text)]
     largest_shard = L * D * F // 8
     return _row("largest array in init / largest parameter shard", max(sizes) / largest_shard, 1.0)
 
