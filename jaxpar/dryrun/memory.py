@@ -154,7 +154,7 @@ def kept_elements_per_token(shape: ModelShape, layout: Layout) -> float:
         return stream + qkv
     if layout.remat in ("qkv_out", "all_but_mlp"):
         return stream + qkv + stream
-    if layout.remat == "dots":
+    if layout.remat in ("dots", "matmuls"):
         return stream + qkv + stream + hidden - F / tensor
     # Counted in compiled programs: norms keep float32 copies, the activation keeps its parts, rotation its inputs.
     everything = 11 * stream + 2 * D + 2 * qkv + queries / tensor + (6 if shape.gated else 4) * F / tensor
@@ -203,7 +203,7 @@ def _layer_work_bytes(shape: ModelShape, layout: Layout) -> float:
     elements = 2 * F + 2 * shape.embed_dim  # gradients of the MLP's hidden arrays and of the stream
     if layout.remat in ("full", "qkv", "qkv_out", "half", "all_but_mlp"):
         elements += kept_elements_per_token(shape, dataclasses.replace(layout, remat="attention"))
-    elif layout.remat == "dots":
+    elif layout.remat in ("dots", "matmuls"):
         elements += F + 2 * shape.embed_dim
     bytes_ = tokens * elements * layout.compute_bytes
     if not layout.fused_attention:

@@ -61,6 +61,7 @@ class ModelShape:
     expert_dim: int = 0
     num_shared: int = 0
     first_dense: int = 0
+    balance_bias: bool = False
 
     @property
     def mlp_matrices(self) -> int:
@@ -112,7 +113,9 @@ class ModelShape:
     def _expert_leaves(self) -> tuple[Leaf, ...]:
         D, E, F = self.embed_dim, self.num_experts, self.expert_dim
         into = ("gate", "up") if self.gated else ("up",)
-        out = [Leaf("router", (D, E), ("embed", "experts"))]
+        out = [Leaf("router", (D, E), ("embed", "choice"))]
+        if self.balance_bias:
+            out.append(Leaf("balance", (E,), ("choice",)))
         out += [Leaf(f"expert_{name}", (E, D, F), ("expert", "embed", "mlp")) for name in into]
         out.append(Leaf("expert_down", (E, F, D), ("expert", "mlp", "embed")))
         if self.num_shared:
@@ -144,7 +147,7 @@ class Layout:
     num_microbatches: int = 1  # passes per step: pipeline microbatches, or accumulation
     schedule: str = "fused"
     chunks: int = 1
-    remat: str = "none"  # of config.py; "qkv" and "qkv_out" (keep only these outputs) describe other systems
+    remat: str = "none"  # of config.py, or one of work.REMAT that describes another system
     precision: str = "bf16"
     fused_attention: bool = True
     optimizer_floats: float = 2
@@ -234,6 +237,7 @@ def model_shape(config: Config) -> ModelShape:
         expert_dim=(moe.expert_dim or model.mlp_dim) if moe.num_experts else 0,
         num_shared=moe.num_shared if moe.num_experts else 0,
         first_dense=moe.first_dense if moe.num_experts else 0,
+        balance_bias=moe.num_experts > 0 and moe.bias_update_rate > 0,
     )
 
 
