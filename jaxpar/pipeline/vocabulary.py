@@ -40,7 +40,8 @@ def embed(ends: Any, batch: Any, sharder: Sharder, row_keys: jax.Array | None) -
         x = x + parts["positions"][...].astype(dtype)[batch["positions"]]
     x = sharder.activation(x, "batch", "seq", "embed")
     x = sharder.activation(x, "batch", "residual_seq", "embed")
-    return dropout(x, row_keys, config.dropout, config.num_layers, SITES["embed"])
+    order = sharder.order(x.shape[1])
+    return dropout(x, row_keys, config.dropout, config.num_layers, SITES["embed"], order=order)
 
 
 def head_loss(ends: Any, x: jax.Array, targets: jax.Array, weights: jax.Array, sharder: Sharder) -> Sums:
