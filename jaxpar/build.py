@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.balance import with_balance
 from jaxpar.config import Config
 from jaxpar.mesh import make_mesh
 from jaxpar.models.transformer import Transformer
@@ -37,7 +38,8 @@ BATCH_DTYPES = {
 class Built:
     """One run, ready to be started, compiled or inspected.
 
-    init(key) -> TrainState; step(state, batch) -> (state, metrics), donating the state; evaluate(params, batch) -> Sums.
+    init(key) -> TrainState; step(state, batch) -> (state, metrics), donating the state;
+    evaluate(params, batch) -> Sums.
     """
 
     config: Config
@@ -74,7 +76,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:
     policy = precision(config.precision)
     layout = make_layout(config, mesh, policy.compute)
     schedule = make_schedule(config.optimizer, config.steps)
-    optimizer = make_optimizer(config.optimizer, schedule)
+    optimizer = with_balance(make_optimizer(config.optimizer, schedule), config.model.moe.bias_update_rate)
 
     make_model = model_maker(config, policy)
     evaluate = functools.partial(eval_step, sharder=layout)
@@ -87,7 +89,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:
     first_scale = FIRST_LOSS_SCALE if policy.loss_scaling else 1.0
     init = functools.partial(init_state, make_model=make_model, optimizer=optimizer, initial_scale=first_scale)
     abstract = jax.eval_shape(init, jax.random.key(config.seed))
-    shardings, placements = state_shardings(abstract, optimizer, layout)
+    shardings, placements = state_shardings(abstract, layout)
     grad_fn = pipeline.grads if pipeline else make_grad_fn(config, layout, placements)
     rules = StepRules(
         grad_fn=grad_fn,

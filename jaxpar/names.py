@@ -20,6 +20,7 @@ LOGICAL_AXES: dict[str, str] = {
     "position": "rows of a learned position table",
     "layer": "stacked layers",
     "expert": "experts",
+    "choice": "what a router chooses from: the experts, never split",
     "latent": "compressed features of multi-head latent attention",
     "rank": "rank of a low-rank adapter",
     "stage": "pipeline stages",

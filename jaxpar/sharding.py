@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxpar import context
+from jaxpar import context, expert_parallel
 from jaxpar.config import Config, ParallelConfig
 from jaxpar.errors import UserError
 from jaxpar.mesh import BATCH_AXES
@@ -107,6 +107,7 @@ def default_rules(parallel: ParallelConfig, *, kv_heads_split: bool = True) -> R
             "position": None,
             "layer": None,
             "expert": "expert",
+            "choice": None,
             "latent": None,
             "rank": None,
             "stage": "stage",
@@ -190,6 +191,24 @@ class Layout:
             q_spec=self.rules.spec(("batch", "seq", "heads", "head_dim")),
             kv_spec=self.rules.spec(("batch", "seq", kv_heads, "head_dim")),
             kernel=None if rules.kernel == "xla" else lambda q, k, v, *m: kernel(q, k, v, type(mask)(*m), rules),
+        )  # fmt: skip
+
+    def experts(
+        self, kernel: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Any
+    ) -> jax.Array:
+        """Experts, split over `expert` and their features over `tensor`."""
+        names = {
+            "gate": ("expert", "embed", "mlp"),
+            "up": ("expert", "embed", "mlp"),
+            "down": ("expert", "mlp", "embed"),
+        }
+        specs = {name: None if w is None else self.rules.spec(names[name]) for name, w in experts._asdict().items()}
+        return expert_parallel.run_experts(
+            kernel, x, chosen, weights, experts,
+            mesh=self.mesh,
+            x_spec=self.rules.spec(("batch", "seq", "embed")),
+            y_spec=self.rules.spec(("batch", "residual_seq", "embed")),
+            experts_specs=type(experts)(**specs),
         )  # fmt: skip
 
     def order(self, length: int) -> np.ndarray | None:

@@ -74,7 +74,7 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
         "skipped": new_state.skipped,
         "skipped_total": new_state.skipped_total,
         "loss_scale": new_state.loss_scale.scale,
-        **{f"aux_{name}": value / tokens for name, value in sums.aux.items() if name != "loss"},
+        **_auxiliary(sums.aux, tokens),
     }
     return new_state, metrics
 
@@ -123,6 +123,18 @@ def row_keys_of(seed: int, step: jax.Array, rows: int) -> jax.Array:
     """One typed key per row of the global batch: a function of seed, step and row alone."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(lambda row: jax.random.fold_in(step_key, row))(jnp.arange(rows))
+
+
+def _auxiliary(aux: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+    """Scalar sums as means over tokens; of a vector (tokens per expert) the largest and smallest, 1.0 being even."""
+    found = {}
+    for name, value in aux.items():
+        if value.ndim:
+            even = jnp.maximum(value.mean(), 1e-30)
+            found |= {f"aux_{name}_max": value.max() / even, f"aux_{name}_min": value.min() / even}
+        elif name != "loss":
+            found[f"aux_{name}"] = value / tokens
+    return found
 
 
 def _next_scale(state: LossScale, finite: jax.Array, growth_interval: int = 1000) -> LossScale:

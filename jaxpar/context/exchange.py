@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.context import ring
 from jaxpar.context.plan import ContextPlan, stream_order
 from jaxpar.context.tiles import Place, Scores
+from jaxpar.manual import split_by_hand
 
 AXIS = "context"
 # (q, k, v, segments, window) of whole rows in order -> attention
@@ -40,9 +41,9 @@ def attend(
             return _gathering(q, k, v, segments, window, scores, plan)
         return _swapping(q, k, v, segments, window, scores, plan, kernel)
 
-    mapped = jax.shard_map(
+    mapped = split_by_hand(
         body,
-        mesh=free_mesh(mesh),
+        mesh,
         in_specs=(
             q_spec,
             kv_spec,
@@ -51,22 +52,8 @@ def attend(
             None if window is None else P(),
         ),
         out_specs=q_spec,
-        axis_names=free_axes(mesh),
-        check_vma=False,
     )
     return mapped(q, k, v, segments, window)
-
-
-def free_mesh(mesh: Mesh) -> Mesh | AbstractMesh:
-    """The mesh that a `shard_map` must name here: inside another one, that one's."""
-    context = jax.sharding.get_abstract_mesh()
-    return mesh if context.empty else context
-
-
-def free_axes(mesh: Mesh) -> set[str]:
-    """Mesh axes that no surrounding `shard_map` splits by hand."""
-    context = jax.sharding.get_abstract_mesh()
-    return set(mesh.axis_names) - set(() if context.empty else context.manual_axes)
 
 
 def _gathering(

@@ -17,6 +17,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from jaxpar.models.attention import Mask, Rules
+    from jaxpar.models.experts import Experts
 
 Tree = TypeVar("Tree")
 
@@ -38,6 +39,15 @@ class Sharder(Protocol):
         self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules
     ) -> jax.Array:
         """Attention of q [B, T, H, K] over k, v [B, T, G, K]; `kernel(q, k, v, mask, rules)` where rows are whole."""
+        ...
+
+    def experts(
+        self, kernel: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Experts
+    ) -> jax.Array:
+        """Output [B, T, D] of experts for x [B, T, D], chosen and weights [B, T, k].
+
+        The kernel also gets the mesh axis that splits the experts (None: none does) and its size.
+        """
         ...
 
     def order(self, length: int) -> np.ndarray | None:
@@ -68,6 +78,12 @@ class Unsharded:
     ) -> jax.Array:
         """The kernel's attention."""
         return kernel(q, k, v, mask, rules)
+
+    def experts(
+        self, kernel: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Experts
+    ) -> jax.Array:
+        """The kernel's output with all experts here."""
+        return kernel(x, chosen, weights, experts, (None, 1))
 
     def order(self, length: int) -> np.ndarray | None:
         """Rows stay as they are."""

@@ -19,6 +19,7 @@ from jaxpar.models import rope
 from jaxpar.models.attention import Attention, Side
 from jaxpar.models.layers import Mlp, Norm, dropout, normal
 from jaxpar.models.loss import Sums, cross_entropy
+from jaxpar.models.moe import Moe
 from jaxpar.models.sharder import UNSHARDED, Sharder
 from jaxpar.precision import Precision
 
@@ -38,25 +39,34 @@ class Block(nnx.Module):
         self.attention = Attention(config, precision.compute, rngs, recompute=remat == "attention")
         self.attention_post_norm = Norm(config, *width) if after else None
         self.mlp_norm = Norm(config, *width) if before else None
-        self.mlp = Mlp(config, precision.compute, rngs)
+        self.mlp = None if config.moe.num_experts else Mlp(config, precision.compute, rngs)
+        self.moe = Moe(config, precision.compute, rngs) if config.moe.num_experts else None
         self.mlp_post_norm = Norm(config, *width) if after else None
 
     def __call__(self, x: jax.Array, side: Side, sharder: Sharder, traits: Traits) -> tuple[jax.Array, dict]:
-        attended = self._branch("attention", x, side, sharder, traits)
+        """x [B, T, D] -> [B, T, D] and auxiliary totals."""
+        attended, _ = self._branch("attention", x, side, sharder, traits)
         stream = x + attended
-        fed = self._branch("mlp", x if self.config.parallel_residual else stream, side, sharder, traits)
-        return sharder.activation(stream + fed, "batch", "residual_seq", "embed"), {}
+        fed, aux = self._branch("mlp", x if self.config.parallel_residual else stream, side, sharder, traits)
+        return sharder.activation(stream + fed, "batch", "residual_seq", "embed"), aux
 
-    def _branch(self, name: str, x: jax.Array, side: Side, sharder: Sharder, traits: Traits) -> jax.Array:
-        """Norm, sub-layer, norm, dropout; the sub-layer sees the whole sequence of its context shard."""
+    def _branch(self, name: str, x: jax.Array, side: Side, sharder: Sharder, traits: Traits) -> tuple[jax.Array, dict]:
+        """Norm, sub-layer, norm, dropout, and auxiliary sums; the sub-layer sees all of its context shard."""
         norm, post_norm = getattr(self, f"{name}_norm"), getattr(self, f"{name}_post_norm")
         x = x if norm is None else norm(x)
         x = sharder.activation(x, "batch", "seq", "embed")
-        y = self.attention(x, side, sharder, traits) if name == "attention" else self.mlp(x, sharder)
+        aux: dict = {}
+        if name == "attention":
+            y = self.attention(x, side, sharder, traits)
+        elif self.moe is not None:
+            y, aux = self.moe(x, side.segment_ids, sharder)
+        else:
+            assert self.mlp is not None
+            y = self.mlp(x, sharder)
         y = sharder.activation(y, "batch", "residual_seq", "embed")
         y = y if post_norm is None else post_norm(y)
         order = sharder.order(y.shape[1])
-        return dropout(y, side.row_keys, self.config.dropout, traits["index"], SITES[name], order=order)
+        return dropout(y, side.row_keys, self.config.dropout, traits["index"], SITES[name], order=order), aux
 
 
 class Transformer(nnx.Module):

@@ -1,0 +1,158 @@
+"""Mixture of experts: the router, its losses, and the layer that takes the place of the MLP.
+
+The router works in float32 and for every token alone; its losses are sums over the tokens of each row, so they are the
+same under any split of the batch, of the row or of the layers. Padding (document 0) chooses nothing and counts nowhere.
+Dims: B batch, T sequence, D embed, E experts, k choices of a token, F expert hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxpar.config import ModelConfig, MoeConfig
+from jaxpar.models.experts import Across, Experts, feed
+from jaxpar.models.layers import Mlp, constant, normal, residual_std
+from jaxpar.models.sharder import Sharder
+
+# The gradient of the balance bias is the excess of an expert's tokens; only its sign is used, and scaled down it does
+# not disturb the norm of the other gradients.
+EXCESS_SCALE = 1e-3
+
+
+class Routing(NamedTuple):
+    """Experts of every token int32 [B, T, k] (E: none), their weights float32 [B, T, k], auxiliary sums."""
+
+    chosen: jax.Array
+    weights: jax.Array
+    aux: dict[str, jax.Array]
+
+
+class Moe(nnx.Module):
+    """Experts in place of an MLP; (B, T, D) -> (B, T, D) and auxiliary sums."""
+
+    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        moe, D = config.moe, config.embed_dim
+        E, F, std = moe.num_experts, moe.expert_dim or config.mlp_dim, config.init_std
+        self.config, self.dtype = config, dtype
+        self.router = normal(rngs, (D, E), ("embed", "choice"), std)
+        self.balance = constant(0.0, (E,), ("choice",)) if moe.bias_update_rate > 0 else None
+        self.gate = normal(rngs, (E, D, F), ("expert", "embed", "mlp"), std) if config.gated else None
+        self.up = normal(rngs, (E, D, F), ("expert", "embed", "mlp"), std)
+        self.down = normal(rngs, (E, F, D), ("expert", "mlp", "embed"), residual_std(config))
+        shared = dataclasses.replace(config, mlp_dim=F * moe.num_shared, mlp_bias=False)
+        self.shared = Mlp(shared, dtype, rngs) if moe.num_shared else None
+
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None, sharder: Sharder
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`segment_ids` int32 [B, T]: 0 is padding; None: there is none."""
+        valid = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids > 0
+        bias = None if self.balance is None else self.balance[...].astype(jnp.float32)
+        logits = jnp.einsum(
+            "BTD,DE->BTE", x.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest"
+        )
+        logits = sharder.activation(logits, "batch", "seq", "choice")
+        routing = route(logits, valid, bias, self.config.moe, num_layers=self.config.num_layers)
+        weights = [None if w is None else w[...].astype(self.dtype) for w in (self.gate, self.up, self.down)]
+        y = sharder.experts(self._kernel, x, routing.chosen, routing.weights, Experts(*weights))  # pyright: ignore
+        if self.shared is not None:
+            y = y + self.shared(x, sharder)
+        return y, routing.aux
+
+    def _kernel(
+        self, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Experts, across: tuple[str | None, int]
+    ) -> jax.Array:
+        """One device's tokens through the experts; x [b, t, D]."""
+        flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+        moe = self.config.moe
+        y = feed(
+            flat(x), flat(chosen), flat(weights), experts, moe.num_experts, self.config.activation, Across(*across)
+        )
+        return y.reshape(x.shape)
+
+
+def route(logits: jax.Array, valid: jax.Array, bias: jax.Array | None, moe: MoeConfig, *, num_layers: int) -> Routing:
+    """Choices from float32 logits [B, T, E]; valid bool [B, T]; bias float32 [E] shifts the choice, not the weights."""
+    scores = jax.nn.softmax(logits) if moe.router == "softmax" else jax.nn.sigmoid(logits)
+    preference = jax.lax.stop_gradient(scores if bias is None else scores + bias)
+    if moe.num_groups > 1:
+        preference = _only_best_groups(preference, moe)
+    chosen = jax.lax.top_k(preference, moe.experts_per_token)[1].astype(jnp.int32)
+    is_chosen = chosen[..., None] == jnp.arange(moe.num_experts)  # [B, T, k, E]
+    chosen_scores = weights = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), -1)
+    if moe.normalize_weights:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    weights = weights * moe.weight_scale
+
+    kept = jnp.broadcast_to(valid[..., None], chosen.shape)
+    if moe.dispatch == "capacity":
+        kept = kept & _within_capacity(jnp.where(kept, chosen, moe.num_experts), chosen_scores, valid, moe)
+    aux = _sums(logits, scores, is_chosen.any(-2), kept, valid, bias, moe, num_layers)
+    return Routing(jnp.where(kept, chosen, moe.num_experts), jnp.where(kept, weights, 0.0), aux)
+
+
+def _only_best_groups(preference: jax.Array, moe: MoeConfig) -> jax.Array:
+    """Experts outside the best groups become impossible; a group counts by the sum of its two best (DeepSeek-V3)."""
+    grouped = preference.reshape(*preference.shape[:-1], moe.num_groups, -1)
+    best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+    best = jax.lax.top_k(best_two, moe.groups_per_token)[1]
+    allowed = (best[..., None] == jnp.arange(moe.num_groups)).any(-2)
+    return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(preference.shape)
+
+
+def _within_capacity(chosen: jax.Array, scores: jax.Array, valid: jax.Array, moe: MoeConfig) -> jax.Array:
+    """Which choices their experts have room for, bool [B, T, k].
+
+    Room is counted per row, from its real tokens, and goes to the largest scores first: so it depends neither on the
+    layout nor on the order of the tokens.
+    """
+    B, T, k = chosen.shape
+    expert, urgency = chosen.reshape(B, -1), -scores.reshape(B, -1)
+    place = jax.lax.broadcasted_iota(jnp.int32, expert.shape, 1)
+    sorted_expert, _, order = jax.lax.sort((expert, urgency, place), dimension=1, num_keys=2)
+    counts = jnp.sum(expert[..., None] == jnp.arange(moe.num_experts + 1), 1)
+    starts = jnp.cumsum(counts, -1) - counts
+    rank = place - jnp.take_along_axis(starts, sorted_expert, 1)
+    rank = jax.lax.sort((order, rank), dimension=1, num_keys=1)[1].reshape(B, T, k)
+    tokens = valid.sum(-1)
+    room = jnp.ceil(moe.capacity_factor * tokens * moe.experts_per_token / moe.num_experts)
+    return rank < room[:, None, None]
+
+
+def _sums(
+    logits: jax.Array, scores: jax.Array, is_chosen: jax.Array, kept: jax.Array, valid: jax.Array,
+    bias: jax.Array | None, moe: MoeConfig, num_layers: int,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Sums over tokens. "loss" is differentiated; the others are logged, as means over the layers with experts.
+
+    Balance of one row: E x sum over experts of (share of the choices) x (mean probability), 1 when even; times the
+    row's tokens, so that rows weigh by what is in them.
+    """
+    real = valid[..., None].astype(jnp.float32)
+    share = scores / (scores.sum(-1, keepdims=True) + 1e-20)
+    tokens = jnp.maximum(real.sum((1, 2)), 1.0)
+    counts = (is_chosen * real).sum(1)  # [B, E]
+    balance = (moe.num_experts / moe.experts_per_token) * ((counts * (share * real).sum(1)).sum(-1) / tokens).sum()
+    z_loss = (jax.nn.logsumexp(logits, -1, keepdims=True) ** 2 * real).sum()
+    loss = moe.balance_loss * balance + moe.router_z_loss * z_loss
+    load = counts.sum(0)
+    if bias is not None:
+        excess = jax.lax.stop_gradient(load - load.mean()) * EXCESS_SCALE
+        loss = loss + jnp.sum((bias - jax.lax.stop_gradient(bias)) * excess)  # zero, with the excess as gradient
+    entropy = -(share * jnp.log(share + 1e-20) * real).sum()
+    dropped = (valid[..., None] & ~kept).sum().astype(jnp.float32)
+    layers = num_layers - moe.first_dense
+    logged = {
+        "router_balance": balance,
+        "router_z_loss": z_loss,
+        "router_entropy": entropy,
+        "dropped_share": dropped / moe.experts_per_token,
+        "expert_tokens": load,
+    }
+    return {"loss": loss} | jax.tree.map(lambda a: jax.lax.stop_gradient(a) / layers, logged)
