@@ -9,27 +9,23 @@ device and the disk, costs one read of the array at memory speed, and the traini
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 _GOLDEN = 0x9E3779B9
+_BLOCK = 2**16  # elements that are added at a time on a CPU: they stay in its cache
 
 
 def start(named: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
     """Begin the checksums of arrays by name; the returned function waits for them."""
     import jax
 
-    groups: dict[tuple[int, ...], list[str]] = {}  # one program needs all its arrays on the same devices
-    for name in sorted(named):
-        leaf = named[name]
-        on_device = isinstance(leaf, jax.Array)
-        groups.setdefault(tuple(sorted(d.id for d in leaf.devices())) if on_device else (), []).append(name)
-    pending = []
-    for devices, names in groups.items():
-        arrays = tuple(named[name] if devices else _host_bits(named[name]) for name in names)
-        pending.append((names, _program(_replicated(arrays))(arrays)))
+    pending = [
+        (names, program(tuple(_host_bits(named[name]) if mesh is None else named[name] for name in names)))
+        for mesh, names, program in _programs(named)
+    ]
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         # Across CPU processes two programs with collectives must not overlap: their messages could be swapped.
         jax.block_until_ready([sums for _, sums in pending])
@@ -40,53 +36,114 @@ def start(named: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
     return finish
 
 
-def _host_bits(array: Any) -> np.ndarray:
-    # Without x64 a 64-bit host array cannot enter jax as it is.
-    array = np.asarray(array)
-    return np.atleast_1d(array).view(np.uint32) if array.dtype.itemsize == 8 else array
+def _host_bits(array: Any) -> Any:
+    # Without x64 a 64-bit host array cannot enter jax as it is; its halves become one number as in `_bits`.
+    if getattr(array, "sharding", None) is not None or array.dtype.itemsize != 8:
+        return array
+    halves = np.atleast_1d(array).view(np.uint32).reshape(*array.shape, 2)
+    return halves[..., 0] + halves[..., 1] * np.uint32(0xC2B2AE35)
 
 
-def _replicated(arrays: tuple[Any, ...]) -> Any:
+def _programs(named: Mapping[str, Any]) -> Iterator[tuple[Any, list[str], Callable[[tuple[Any, ...]], Any]]]:
+    """(mesh, names, program) for the arrays of each mesh; mesh None for what lives on one device or on the host."""
     import jax
 
-    for array in arrays:
-        sharding = getattr(array, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    return None
+    groups: dict[Any, list[str]] = {}
+    for name in sorted(named):
+        sharding = getattr(named[name], "sharding", None)
+        groups.setdefault(sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None, []).append(name)
+    for mesh, names in groups.items():
+        yield mesh, names, _whole if mesh is None else _sharded(mesh, tuple(named[n].sharding.spec for n in names))
+
+
+def _whole(arrays: tuple[Any, ...]) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jnp.stack([jax.jit(_checksum)(array) for array in arrays])
 
 
 @functools.lru_cache(maxsize=16)
-def _program(out_sharding: Any) -> Callable[[tuple[Any, ...]], Any]:
+def _sharded(mesh: Any, specs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
+    """One program for all arrays of a mesh: every device sums its shards, one collective adds the devices."""
     import jax
     import jax.numpy as jnp
+
+    def local(*shards: Any) -> Any:
+        sums = []
+        for shard, spec in zip(shards, specs):
+            entries = [*spec, *(None for _ in range(shard.ndim - len(spec)))]
+            axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
+            used = {axis for group in axes for axis in group}
+            is_first = [jax.lax.axis_index(axis) == 0 for axis in mesh.axis_names if axis not in used]
+            own = _checksum(shard, [(jax.lax.axis_index(g), jax.lax.axis_size(g)) if g else (0, 1) for g in axes])
+            sums.append(jnp.where(jnp.all(jnp.array([True, *is_first])), own, jnp.uint32(0)))  # one replica counts
+        return jax.lax.psum(jnp.stack(sums), mesh.axis_names)
 
     def sums(arrays: tuple[Any, ...]) -> Any:
         # Offloaded optimizer state lives in host memory, where nothing can be computed.
-        return jnp.stack([_checksum(jax.device_put(array, jax.memory.Space.Device)) for array in arrays])
+        arrays = tuple(jax.device_put(array, jax.memory.Space.Device) for array in arrays)
+        whole = jax.sharding.PartitionSpec()
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(*arrays)
 
-    return jax.jit(sums, out_shardings=out_sharding) if out_sharding is not None else jax.jit(sums)
+    return jax.jit(sums)
 
 
-def _checksum(array: Any) -> Any:
-    """uint32 scalar from an array of any shape and dtype."""
+def _checksum(shard: Any, parts: Sequence[tuple[Any, Any]] | None = None) -> Any:
+    """uint32 scalar from one shard; `parts` has for every dim which of how many equal parts this is."""
+    import jax.numpy as jnp
+
+    shape = shard.shape
+    parts = parts or [(0, 1)] * len(shape)
+    rows = shard.reshape(-1, shape[-1] if shape else 1)
+    first = jnp.zeros((), jnp.uint32)  # position of each row's first element in the whole array
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        part, count = parts[dim]
+        index = jnp.uint32(part) * np.uint32(shape[dim])
+        if dim < len(shape) - 1:
+            sides = [shape[dim] if other == dim else 1 for other in range(len(shape) - 1)]
+            index = (index + jnp.arange(shape[dim], dtype=jnp.uint32)).reshape(sides)
+        first = first + index * np.uint32(stride % 2**32)
+        stride *= shape[dim] * int(count)
+    first = jnp.broadcast_to(first, shape[:-1]).reshape(-1)
+    return _sum(rows, first)
+
+
+def _sum(rows: Any, first: Any) -> Any:
+    """Sum of the mixed elements of `rows`, whose positions start at `first`."""
     import jax
     import jax.numpy as jnp
 
-    bits = _bits(array)
-    position = jnp.zeros(bits.shape, jnp.uint32)
-    stride = 1
-    for dim in reversed(range(bits.ndim)):
-        position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * np.uint32(stride % 2**32)
-        stride *= bits.shape[dim]
-    x = bits + (position + np.uint32(1)) * np.uint32(_GOLDEN)
+    num_rows, length = rows.shape
+    block = max(1, _BLOCK // max(length, 1))
+    steps = num_rows // block
+    if jax.default_backend() != "cpu" or steps < 2:
+        return jnp.sum(_mix(rows, first), dtype=jnp.uint32)
+
+    # On a CPU, XLA writes the mixed elements of the whole array to new memory before it adds them; so by blocks.
+    def add(sums: Any, step: Any) -> tuple[Any, None]:
+        return sums + _mix(*(jax.lax.dynamic_slice_in_dim(x, step * block, block) for x in (rows, first))), None
+
+    sums, _ = jax.lax.scan(add, jnp.zeros((block, length), jnp.uint32), jnp.arange(steps))
+    rest = _mix(rows[steps * block :], first[steps * block :])
+    return jnp.sum(sums, dtype=jnp.uint32) + jnp.sum(rest, dtype=jnp.uint32)
+
+
+def _mix(rows: Any, first: Any) -> Any:
+    """Bits of every element mixed with its position, as uint32."""
+    import jax
+    import jax.numpy as jnp
+
+    position = first[:, None] + jax.lax.broadcasted_iota(jnp.uint32, (1, rows.shape[1]), 1)
+    x = _bits(rows) + (position + np.uint32(1)) * np.uint32(_GOLDEN)
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
+    return x ^ (x >> 16)
 
 
 def _bits(array: Any) -> Any:
-    """The bit patterns as uint32, one per element (two for 64-bit types)."""
+    """The bit patterns as uint32; of 64-bit types both halves, added up after the upper one was mixed."""
     import jax
     import jax.numpy as jnp
 
@@ -95,5 +152,8 @@ def _bits(array: Any) -> Any:
     width = array.dtype.itemsize * 8
     if jnp.issubdtype(array.dtype, jnp.integer) and width < 8:
         return array.astype(jnp.uint32)
-    unsigned = {8: jnp.uint8, 16: jnp.uint16}.get(width, jnp.uint32)
+    if width == 64:
+        halves = jax.lax.bitcast_convert_type(array, jnp.uint32)
+        return halves[..., 0] + halves[..., 1] * np.uint32(0xC2B2AE35)
+    unsigned = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width]
     return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
