@@ -102,7 +102,8 @@ def run_steps(run: Run) -> Outcome:
         logged_tokens.add(metrics["tokens"])
         run.progress.advance(step)
         last = step == config.steps
-        evaluate_now = bool(run.evaluate and config.eval_interval) and (step % config.eval_interval == 0 or last)
+        every = config.eval_interval if run.evaluate else None
+        evaluate_now = every is not None and (step % every == 0 or last)
         if evaluate_now or step % config.log_interval == 0 or last or step == 1:
             history.append(_log(run, step, metrics, logged_tokens.take(), step - last_logged, evaluate_now))
             last_logged = step
@@ -153,7 +154,8 @@ def _log(
         run.progress.message(f"warning: step {step} had no trained token; nothing was updated")
     if values["skipped"]:
         run.progress.message(
-            f"warning: step {step} is not finite: {values['skipped']} skipped in a row, {values['skipped_total']} in all"
+            f"warning: step {step} is not finite: {values['skipped']} skipped in a row, "
+            f"{values['skipped_total']} in all"
         )
     limit = run.config.optimizer.max_skipped
     if values["skipped"] >= limit:

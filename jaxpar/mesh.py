@@ -11,14 +11,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.config import ParallelConfig
 from jaxpar.errors import UserError
 from jaxpar.validate import AXES, BATCH_AXES, resolved_degrees
 
 if TYPE_CHECKING:
-    import jax
     from jax.sharding import Mesh
 
 __all__ = ["AXES", "BATCH_AXES", "degrees", "find_processes", "join_processes", "make_mesh", "simulate_devices"]
@@ -33,11 +32,11 @@ def degrees(parallel: ParallelConfig | Mapping[str, int], num_devices: int) -> d
     if not isinstance(parallel, ParallelConfig):
         if unknown := sorted(set(parallel) - set(AXES)):
             raise UserError(f"unknown mesh axes {unknown}; the axes are {', '.join(AXES)}")
-        parallel = ParallelConfig(**{"data": 1, **parallel})
+        parallel = dataclasses.replace(ParallelConfig(data=1), **parallel)
     return resolved_degrees(parallel, num_devices)
 
 
-def make_mesh(parallel: ParallelConfig | Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(parallel: ParallelConfig | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes of `AXES` over `devices` (default: all of them).
 
     Every axis is `AxisType.Auto`: jax's default is Explicit, where a sharding constraint asserts instead of acting.
@@ -161,7 +160,7 @@ def join_processes(
         _choose_simulated(local_devices)
     import jax
 
-    common = {"initialization_timeout": start_timeout_s, "heartbeat_timeout_seconds": heartbeat_s}
+    common: dict[str, Any] = {"initialization_timeout": start_timeout_s, "heartbeat_timeout_seconds": heartbeat_s}
     if processes is not None:
         if processes.count == 1 and processes.coordinator is None:
             return False

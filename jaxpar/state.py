@@ -41,7 +41,7 @@ def init_state(
     initial_scale: float = 1.0,
 ) -> TrainState:  # fmt: skip
     """A fresh state from a typed key; the same numbers on every mesh."""
-    params = make_model(key)
+    params: Any = make_model(key)
     # Every counter is its own array: donated buffers must not be shared.
     zeros = [jnp.zeros((), jnp.int32) for _ in range(5)]
     scale = LossScale(jnp.asarray(initial_scale, jnp.float32), zeros[4])
@@ -62,8 +62,8 @@ def state_shardings(abstract: TrainState, layout: Layout) -> tuple[TrainState, A
             for name, leaf in named_leaves(abstract.opt_state).items()
         },
     )
-    scale = LossScale(whole, whole)
-    return TrainState(whole, whole, whole, whole, scale, params, opt_state), placements
+    scale = LossScale._make([whole, whole])
+    return TrainState._make([whole, whole, whole, whole, scale, params, opt_state]), placements
 
 
 def _is_placement(node: Any) -> bool:

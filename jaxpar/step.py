@@ -53,8 +53,9 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
 
     if rules.clip_norm is not None:
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, rules.clip_norm / jnp.maximum(grad_norm, 1e-30)), grads)
-    updates, opt_state = rules.optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    old: Any = state.params
+    updates, opt_state = rules.optimizer.update(grads, state.opt_state, old)
+    params = optax.apply_updates(old, updates)
 
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)  # noqa: E731
     new_state = TrainState(
@@ -63,7 +64,7 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
         skipped=jnp.where(finite, 0, state.skipped + 1),
         skipped_total=state.skipped_total + ~finite,
         loss_scale=_next_scale(state.loss_scale, finite) if rules.loss_scaling else state.loss_scale,
-        params=keep(params, state.params),
+        params=keep(params, old),
         opt_state=keep(opt_state, state.opt_state),
     )
     metrics = {
@@ -101,13 +102,17 @@ def accumulated(grad_fn: GradFn, parts: int, place_grads: Callable[[Any], Any]) 
         def split(a: jax.Array) -> jax.Array:
             return jnp.moveaxis(a.reshape(a.shape[0] // parts, parts, *a.shape[1:]), 1, 0)
 
-        def body(total: tuple[Sums, Any], xs: tuple[Batch, jax.Array | None]) -> tuple[tuple[Sums, Any], None]:
-            sums, grads = grad_fn(params, *xs, scale)
+        def one(part: tuple[Batch, jax.Array | None]) -> tuple[Sums, Any]:
+            rows, keys = part
+            return grad_fn(params, rows, keys, scale)
+
+        def body(total: tuple[Sums, Any], part: tuple[Batch, jax.Array | None]) -> tuple[tuple[Sums, Any], None]:
+            sums, grads = one(part)
             grads = place_grads(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
             return jax.tree.map(jnp.add, total, (sums, grads)), None
 
         parts_of = jax.tree.map(split, (dict(batch), row_keys))
-        shapes = jax.eval_shape(lambda xs: grad_fn(params, *xs, scale), jax.tree.map(lambda a: a[0], parts_of))
+        shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], parts_of))
         sums, grads = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
         return jax.lax.scan(body, (sums, place_grads(grads)), parts_of)[0]
 

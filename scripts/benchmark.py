@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     names = sorted(
         module.name for module in pkgutil.iter_modules([str(ROOT / "scripts" / "benchmarks")]) if "_" not in module.name
     )
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Ratios from one run.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all rows")
     args = parser.parse_args(argv)

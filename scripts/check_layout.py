@@ -7,14 +7,14 @@ import math
 
 from jaxpar import cli
 from jaxpar.errors import UserError
+from jaxpar.validate import AXES
 
 
 def main(argv: list[str]) -> int:
     parser = cli.Parser("Compare a config's mesh with one device; exit code 1 above the tolerance.", check=False)
     args = parser.parse(argv)
     config = args.config
-    fixed = [axis for axis in ("stage", "replica", "data", "expert", "context", "tensor")]
-    sizes = {axis: getattr(config.parallel, axis) for axis in fixed}
+    sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
     needed = args.devices or math.prod(size for size in sizes.values() if size > 0)
     if needed > 64:
         raise UserError(

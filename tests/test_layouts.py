@@ -13,7 +13,7 @@ from jaxpar.tree import named_leaves
 
 CASES = cases()
 # Every mesh shape, every ZeRO level, sequence parallelism and accumulation occur in this part of the sweep.
-QUICK = CASES[::9] + [next(case for case in CASES[1:] if case[2] == 4 and case not in CASES[::9])]
+QUICK = [*CASES[::9], next(case for case in CASES[1:] if case[2] == 4 and case not in CASES[::9])]
 
 
 @pytest.fixture(scope="module")
