@@ -14,14 +14,12 @@ from jaxpar.pipeline.split import Pieces
 
 QUICK = [
     # name, stages, microbatches, chunks, variant
-    ("gpipe", 2, 4, 1, {"remat": False}),
     ("1f1b", 4, 5, 1, {}),
     ("fused", 4, 8, 1, {"data": 2}),
     ("fused", 2, 3, 2, {"data": 2, "batch_axes": ("data",), "remat": False}),
     ("interleaved", 2, 4, 2, {}),
     ("zb_h1", 4, 4, 1, {"remat": False, "scan": False}),
     ("zb_h1", 2, 4, 1, {"scan": False, "data": 2}),
-    ("fused", 1, 2, 2, {}),
 ]
 
 
@@ -36,8 +34,8 @@ def test_every_schedule_and_size(name, stages, microbatches, chunks):
     toy.check(name, stages, microbatches, chunks, scan=name != "zb_h1")
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(2, 3, 1), (2, 4, 2)])
-def test_evaluation_gives_the_loss_of_training(stages, microbatches, chunks):
+def test_evaluation_gives_the_loss_of_training():
+    stages, microbatches, chunks = 2, 3, 2
     mesh, params, batch, (ends, layers) = toy.arguments(stages, chunks, microbatches)
     function = pipeline.evaluate(
         toy.stage_fn(False, True), toy.embed_fn, toy.head_fn, mesh,
@@ -58,10 +56,9 @@ def test_a_table_of_the_users_own_runs(tmp_path):
     toy.check(str(tmp_path / "own.csv"), 2, 3)
 
 
-@pytest.mark.parametrize("name", ["fused", "gpipe"])
-def test_only_gpipe_holds_more_with_more_microbatches(name):
-    few, many = (toy.compiled(name, 2, m)[0].memory_analysis().temp_size_in_bytes for m in (8, 32))
-    assert (many < 1.02 * few) == (name != "gpipe")
+def test_memory_does_not_grow_with_microbatches():
+    few, many = (toy.compiled("fused", 2, m)[0].memory_analysis().temp_size_in_bytes for m in (8, 32))
+    assert many < 1.02 * few
 
 
 def pieces_of(remat, *, split_weights):
