@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config
@@ -139,7 +140,7 @@ def advice(config: Config, report: Report, *, gpus_per_node: int | None = None) 
     return [f"{words} saves about {size / 2**30:.1f} GiB per GPU" for size, words in saved if size > 0.01 * now]
 
 
-def branch_shares(layout: Layout) -> BranchShares:
+def branch_shares(layout: Layout, weights: Sequence[dict[str, Any]]) -> BranchShares:
     """How busy the conditionals of a pipeline program are, from its schedule table."""
     if layout.stage == 1:
         return BranchShares()
@@ -147,13 +148,21 @@ def branch_shares(layout: Layout) -> BranchShares:
 
     schedule = named(layout.schedule, stages=layout.stage, microbatches=layout.num_microbatches, chunks=layout.chunks)
     busy = schedule.table("F") >= 0
-    return BranchShares(own=float(busy.mean()), any_stage=float(busy.any(axis=1).mean()))
+    columns = {
+        dim for weight in weights for name, dim in zip(weight["axes"], weight["local"]) if name == "vocab"
+    }  # fmt: skip
+    return BranchShares(
+        own=float(busy.mean()),
+        any_stage=float(busy.any(axis=1).mean()),
+        vocabulary=layout.num_microbatches / schedule.ticks,
+        vocabulary_dim=columns.pop(),
+    )
 
 
 def time_step(step: CompiledStep, layout: Layout, gpu: GpuTarget, assumed: Assumptions, per_node: int) -> Timeline:
     """The time line of a compiled step."""
     return estimate_timeline(
-        step.module, step.mesh_shape, gpu, assumed, gpus_per_node=per_node, branches=branch_shares(layout)
+        step.module, step.mesh_shape, gpu, assumed, gpus_per_node=per_node, branches=branch_shares(layout, step.weights)
     )
 
 

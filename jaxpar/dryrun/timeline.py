@@ -72,10 +72,16 @@ class _Pending:
 
 @dataclasses.dataclass(frozen=True)
 class BranchShares:
-    """Shares of a pipeline's ticks in which a conditional has work: on one stage, and on any stage."""
+    """Shares of a pipeline's ticks in which a conditional has work: on one stage, on any stage.
+
+    Embedding and head run once per microbatch on all stages together, in `vocabulary` of the ticks; their
+    conditionals are those with arrays of `vocabulary_dim` (a stage's share of the vocabulary).
+    """
 
     own: float = 1.0
     any_stage: float = 1.0
+    vocabulary: float = 1.0
+    vocabulary_dim: int | None = None
 
 
 @dataclasses.dataclass
@@ -128,6 +134,7 @@ class _Walk:
         self.custom: dict[str, float] = collections.defaultdict(float)
         self.operations: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         self.spans: list[Span] = []
+        self.vocabulary: dict[int, bool] = {}
         self.warnings: list[str] = []
 
     # Each of these returns seconds and adds to the totals, `times` being how often the instruction runs.
@@ -193,10 +200,27 @@ class _Walk:
 
     def _branches(self, instruction: Instruction, times: float) -> float:
         """The longest branch sets the pace; the counts are those of the share of ticks it runs in."""
-        longest = max(
-            self.walk(self.module.computations[called], times * self.branches.own) for called in instruction.called
-        )
-        return longest * self.branches.any_stage
+        called = [self.module.computations[one] for one in instruction.called]
+        own, any_stage = self.branches.own, self.branches.any_stage
+        if any(self._has_vocabulary(computation) for computation in called):
+            own = any_stage = self.branches.vocabulary
+        return any_stage * max(self.walk(computation, times * own) for computation in called)
+
+    def _has_vocabulary(self, computation: Computation) -> bool:
+        found = self.vocabulary.get(computation.id)
+        if found is None:
+            self.vocabulary[computation.id] = False
+            found = any(
+                self.branches.vocabulary_dim in array.dims
+                for instruction in computation.instructions
+                for array in instruction.shape.arrays()
+            ) or any(
+                self._has_vocabulary(self.module.computations[called])
+                for instruction in computation.instructions
+                for called in instruction.called
+            )
+            self.vocabulary[computation.id] = found
+        return found
 
     def walk(self, computation: Computation, times: float, *, top: bool = False) -> float:
         """Seconds of one run of the computation."""
