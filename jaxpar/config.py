@@ -50,6 +50,16 @@ class MoeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek); `kv_rank` 0 means ordinary attention."""
+
+    kv_rank: int = 0  # features of the vector that keys and values of all heads are made from
+    query_rank: int | None = None  # the same for queries; None: straight from the residual stream
+    rope_dim: int = 64  # rotary features of a head, besides model.head_dim without position
+    value_dim: int | None = None  # features of a head's values; None: model.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One decoder for every family; `family` presets what the file does not set (models/families.py)."""
 
@@ -90,6 +100,12 @@ class ModelConfig:
     init_scaled_residual: bool = True  # projections into the residual stream: std / sqrt(2 layers)
     scan_layers: bool = True  # False: unrolled, for debugging
     moe: MoeConfig = MoeConfig()
+    latent: LatentConfig = LatentConfig()
+
+    @property
+    def value_size(self) -> int:
+        """Features of one head's values."""
+        return self.head_size if self.latent.value_dim is None else self.latent.value_dim
 
     @property
     def kv_heads(self) -> int:
@@ -179,7 +195,7 @@ class MixtureSource:
 class DataConfig:
     """What is read and how it becomes rows of seq_len tokens."""
 
-    source: Literal["python_stdlib", "files", "tokens", "megatron", "raw", "mixture"] = "python_stdlib"
+    source: Literal["python_stdlib", "files", "tokens", "megatron", "raw", "mixture", "chat"] = "python_stdlib"
     files: tuple[str, ...] = ()  # globs; text, .jsonl, .parquet, each also .gz or .zst; or token files
     text_key: str = "text"  # of JSONL and Parquet rows
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer file
@@ -236,6 +252,24 @@ class MetricsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights, which `init_from` names; rank 0 trains all weights."""
+
+    rank: int = 0
+    alpha: float = 16.0  # the update is scaled by alpha / rank
+    targets: tuple[str, ...] = ("q", "k", "v", "out")  # q | k | v | out | gate | up | down
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig:
+    """data.source = "chat": conversations in JSONL, trained on the answers alone."""
+
+    template: str | None = None  # file of a Jinja chat template; None: that of the tokenizer
+    messages_key: str = "messages"  # of a row: a list of {"role": ..., "content": ...}
+    train_on: tuple[str, ...] = ("assistant",)  # roles whose messages are learned
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """One run."""
 
@@ -260,3 +294,5 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     metrics: MetricsConfig = MetricsConfig()
+    lora: LoraConfig = LoraConfig()
+    chat: ChatConfig = ChatConfig()

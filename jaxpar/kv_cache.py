@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.errors import UserError
 from jaxpar.models.attention import Mask, Rules
 from jaxpar.models.sharder import Sharder
 from jaxpar.models.transformer import Transformer
@@ -29,6 +30,11 @@ class Cache(NamedTuple):
 def empty_cache(model: Transformer, rows: int, slots: int, sharder: Sharder) -> Cache:
     """A cache of zeros, placed as the keys will be."""
     config = model.config
+    if config.latent.kv_rank or model.leading is not None:
+        found = "model.latent" if config.latent.kv_rank else "model.moe.first_dense"
+        raise UserError(
+            f"{found} is set: generation keeps keys and values of equal layers with ordinary attention only"
+        )
     shape = (config.num_layers, rows, slots, config.kv_heads * sharder.kv_repeat, config.head_size)
     zeros = jnp.zeros(shape, model.precision.compute)
     zeros = sharder.activation(zeros, "layer", *SLOT_AXES, _heads(sharder), "head_dim")

@@ -11,7 +11,7 @@ import pytest
 from jaxpar import config_file, validate
 from jaxpar.config import Config, ModelConfig
 from jaxpar.models import families
-from jaxpar.models.count import parameter_count
+from jaxpar.models.count import matmul_parameters, parameter_count
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -24,8 +24,12 @@ PUBLISHED = {
     "gpt3_175b": (175_000_000_000, 1024),
     "mt_nlg_530b": (530_000_000_000, 2240),
     "qwen3_8b": (8_190_735_360, 256),
+    "mixtral_8x7b": (46_702_792_704, 64),
+    "qwen3_30b_a3b": (30_532_122_624, 64),
+    "deepseek_v3": (671_000_000_000, 1024),
 }
-EXACT = ("gpt2_124m", "llama3_8b", "llama3_70b", "llama31_405b", "qwen3_8b")
+ACTIVE = {"mixtral_8x7b": 12.9e9, "qwen3_30b_a3b": 3.3e9, "deepseek_v3": 37e9}  # published; with the embedding
+EXACT = ("gpt2_124m", "llama3_8b", "llama3_70b", "llama31_405b", "qwen3_8b", "mixtral_8x7b", "qwen3_30b_a3b")
 
 
 def load(name: str, overrides: tuple[str, ...] = ()) -> Config:
@@ -39,6 +43,13 @@ def test_parameters_are_the_published_number(name: str):
     assert count == pytest.approx(published, rel=0.01)
     if name in EXACT:
         assert count == published
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_are_the_published_number(name: str):
+    model = load(name).model
+    with_embedding = matmul_parameters(model) + model.true_vocab * model.embed_dim
+    assert with_embedding == pytest.approx(ACTIVE[name], rel=0.017)  # published in two digits
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -6,7 +6,7 @@ Dims: B batch, T query positions, S key positions, D embed, H query heads, G KV 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,22 +64,22 @@ def attend(
 
     `kernel`: "xla", "cudnn" or "auto" (cuDNN on a GPU where it can, else XLA).
     """
-    kernel = chosen_kernel(q, soft_cap, kernel)
+    library = chosen_kernel(q, soft_cap, kernel)
     dense = mask.dense(q.shape[1])
     if soft_cap is not None:
-        if kernel == "cudnn":
+        if library == "cudnn":
             raise UserError('model.attention = "cudnn" has no attention soft cap; set model.attention="xla"')
         return _soft_capped(q, k, v, dense, scale, soft_cap)
     dtype = q.dtype
     if dtype == jnp.float16 and jax.default_backend() == "cpu":  # CPUs have no float16 product with float32 sums
         q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-    out = jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation=kernel)
+    out = jax.nn.dot_product_attention(q, k, v, mask=dense, scale=scale, is_causal=True, implementation=library)
     return out.astype(dtype)
 
 
-def chosen_kernel(q: jax.Array, soft_cap: float | None, kernel: str) -> str:
+def chosen_kernel(q: jax.Array, soft_cap: float | None, kernel: str) -> Literal["xla", "cudnn"]:
     """The library that "auto" means for these queries."""
-    if kernel != "auto":
+    if kernel == "xla" or kernel == "cudnn":
         return kernel
     return "cudnn" if _cudnn_can(q, soft_cap) else "xla"
 
@@ -106,7 +106,8 @@ def _soft_capped(
     return jnp.einsum("BGRTS,BSGK->BTGRK", weights, v).reshape(B, T, H, K)
 
 
-def _attend_by_rules(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules) -> jax.Array:
+def attend_by_rules(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules) -> jax.Array:
+    """`attend` with its settings in one tuple, as a `Sharder` passes them on."""
     return attend(q, k, v, mask, **rules._asdict())
 
 
@@ -144,7 +145,7 @@ class Attention(nnx.Module):
             soft_cap=soft_cap,
             kernel=chosen_kernel(q_BTHK, soft_cap, self.config.attention),
         )
-        kernel = functools.partial(sharder.attend, _attend_by_rules, rules=rules)
+        kernel = functools.partial(sharder.attend, attend_by_rules, rules=rules)
         if self.recompute:
             kernel = jax.checkpoint(kernel, prevent_cse=False)
         y_BTHK = kernel(q_BTHK, k_BTGK, v_BTGK, mask)
@@ -168,7 +169,8 @@ class Attention(nnx.Module):
             k, v = (jnp.repeat(a, sharder.kv_repeat, axis=2) for a in (k, v))
             kv_name = "heads"
         q = sharder.activation(q, "batch", "seq", "heads", "head_dim")
-        return q, *(sharder.activation(a, "batch", "seq", kv_name, "head_dim") for a in (k, v))
+        k, v = (sharder.activation(a, "batch", "seq", kv_name, "head_dim") for a in (k, v))
+        return q, k, v
 
 
 class Side(NamedTuple):

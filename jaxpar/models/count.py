@@ -43,6 +43,8 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     rows count nothing, so that MFU compares systems and not their waste. Packed documents count as full rows.
     """
     width = model.num_heads * model.head_size
+    if model.latent.kv_rank:  # scores over more features than the weighted sum
+        width = model.num_heads * (model.head_size + model.latent.rope_dim + model.value_size) / 2
     attention = sum(12 * width * _tokens_seen(model, index, seq_len) for index in range(model.num_layers))
     return 6.0 * matmul_parameters(model) + attention
 
@@ -51,15 +53,26 @@ def layer_count(model: ModelConfig, index: int) -> LayerCount:
     """Parameters of the layer with this index."""
     D, K = model.embed_dim, model.head_size
     queries, keys = model.num_heads * K, model.kv_heads * K
-    projections = D * queries * 2 + D * keys * 2
+    projections = _latent(model) if model.latent.kv_rank else D * queries * 2 + D * keys * 2
     norms = {"pre": 2, "post": 2, "both": 4}[model.norm_placement] * _norm(model, D)
     if model.qk_norm == "head":
         norms += 2 * _norm(model, K)
     elif model.qk_norm == "full":
         norms += _norm(model, queries) + _norm(model, keys)
+    if model.latent.kv_rank:
+        norms += _norm(model, model.latent.kv_rank) + _norm(model, model.latent.query_rank or 0)
     biases = (queries + 2 * keys) * model.qkv_bias + D * model.out_bias
     feed = _feed_forward(model, index)
     return LayerCount(total=projections + norms + biases + feed.total, matmul=projections + feed.matmul)
+
+
+def _latent(model: ModelConfig) -> int:
+    """Projections of multi-head latent attention."""
+    D, H, K, latent = model.embed_dim, model.num_heads, model.head_size, model.latent
+    rank = latent.query_rank
+    queries = D * H * (K + latent.rope_dim) if rank is None else rank * (D + H * (K + latent.rope_dim))
+    keys_values = D * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * H * (K + model.value_size)
+    return queries + keys_values + H * model.value_size * D
 
 
 def _feed_forward(model: ModelConfig, index: int) -> LayerCount:

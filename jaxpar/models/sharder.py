@@ -25,7 +25,10 @@ Tree = TypeVar("Tree")
 class Sharder(Protocol):
     """Places activations and weights by logical names."""
 
-    kv_repeat: int  # every KV head is used on this many tensor shards (1 unless there are too few of them)
+    @property
+    def kv_repeat(self) -> int:
+        """Number of tensor shards that use each KV head: 1 unless there are too few heads."""
+        ...
 
     def activation(self, x: jax.Array, *axes: str) -> jax.Array:
         """`x` placed by the rules; one logical name per dim."""

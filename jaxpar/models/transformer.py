@@ -7,6 +7,7 @@ Dims: B batch, T sequence, D embed, V vocabulary (padded), L layers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.config import LossConfig, ModelConfig
+from jaxpar.config import LossConfig, ModelConfig, MoeConfig
 from jaxpar.models import rope
 from jaxpar.models.attention import Attention, Side
+from jaxpar.models.latent import LatentAttention
 from jaxpar.models.layers import Mlp, Norm, dropout, normal
 from jaxpar.models.loss import Sums, cross_entropy
 from jaxpar.models.moe import Moe
@@ -36,7 +38,8 @@ class Block(nnx.Module):
         width = (config.embed_dim,), ("embed",)
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = Norm(config, *width) if before else None
-        self.attention = Attention(config, precision.compute, rngs, recompute=remat == "attention")
+        attention = LatentAttention if config.latent.kv_rank else Attention
+        self.attention = attention(config, precision.compute, rngs, recompute=remat == "attention")
         self.attention_post_norm = Norm(config, *width) if after else None
         self.mlp_norm = Norm(config, *width) if before else None
         self.mlp = None if config.moe.num_experts else Mlp(config, precision.compute, rngs)
@@ -90,11 +93,10 @@ class Transformer(nnx.Module):
             if config.positions == "learned"
             else None
         )
-        stack = nnx.vmap(
-            lambda layer_rngs: Block(config, precision, layer_rngs, remat=remat),
-            transform_metadata={nnx.PARTITION_NAME: "layer", "axes": "layer"},
-        )
-        self.blocks = stack(rngs.split(config.num_layers))  # every leaf gains a leading "layer" dim
+        self.blocks = _stack(config, config.num_layers - num_leading(config), precision, rngs, remat)
+        # Leading layers of a model with experts that have an ordinary MLP: other leaves, so a stack of their own.
+        plain = dataclasses.replace(config, moe=MoeConfig())
+        self.leading = _stack(plain, num_leading(config), precision, rngs, remat) if num_leading(config) else None
         self.final_norm = Norm(config, (D,), ("embed",))
         self.head = (
             None
@@ -119,11 +121,12 @@ class Transformer(nnx.Module):
         """What the blocks need of the batch besides the stream."""
         cos = sin = None
         if self.config.positions == "rope":
-            cos, sin = rope.tables(self.config, self.config.head_size, batch["positions"])
+            width = self.config.latent.rope_dim if self.config.latent.kv_rank else self.config.head_size
+            cos, sin = rope.tables(self.config, width, batch["positions"])
         return Side(cos, sin, batch.get("segment_ids"), row_keys)
 
     def layer_traits(self) -> dict[str, np.ndarray]:
-        """What differs between layers, as arrays [L] to scan along with the blocks."""
+        """What differs between layers, as arrays [L] to scan along with the blocks; the leading layers first."""
         L = self.config.num_layers
         traits = {"index": np.arange(L, dtype=np.int32)}
         kinds = rope.layer_kinds(self.config)
@@ -158,8 +161,12 @@ class Transformer(nnx.Module):
         self, batch: Batch, sharder: Sharder = UNSHARDED, row_keys: jax.Array | None = None
     ) -> tuple[jax.Array, dict]:
         """Tokens [B, T] -> stream after the last block [B, T, D], auxiliary sums; both in the order of the stream."""
-        x = self.embed(batch, sharder, row_keys)
-        return self.run_blocks(self.blocks, self.layer_traits(), x, self.side(batch, row_keys), sharder)
+        x, side, traits = self.embed(batch, sharder, row_keys), self.side(batch, row_keys), self.layer_traits()
+        if self.leading is not None:
+            leading = num_leading(self.config)
+            x, _ = self.run_blocks(self.leading, {name: a[:leading] for name, a in traits.items()}, x, side, sharder)
+            traits = {name: a[leading:] for name, a in traits.items()}
+        return self.run_blocks(self.blocks, traits, x, side, sharder)
 
     def logits_of(self, x: jax.Array, sharder: Sharder = UNSHARDED) -> jax.Array:
         """X [B, T, D] -> float32 logits [B, T, V]; padded vocabulary rows are hugely negative."""
@@ -193,6 +200,20 @@ class Transformer(nnx.Module):
         return sums.with_aux(aux)
 
 
+def num_leading(config: ModelConfig) -> int:
+    """Layers before the first one with experts, in a model that has any."""
+    return config.moe.first_dense if config.moe.num_experts else 0
+
+
+def _stack(config: ModelConfig, layers: int, precision: Precision, rngs: nnx.Rngs, remat: str) -> Block:
+    """Blocks whose leaves have a leading "layer" dim."""
+    make = nnx.vmap(
+        lambda layer_rngs: Block(config, precision, layer_rngs, remat=remat),
+        transform_metadata={nnx.PARTITION_NAME: "layer", "axes": "layer"},
+    )
+    return make(rngs.split(layers))
+
+
 def checkpointed(layer: Callable, policy: str) -> Callable:
     """`layer` with recomputation in the backward pass by a named policy.
 
@@ -207,7 +228,7 @@ def checkpointed(layer: Callable, policy: str) -> Callable:
     return jax.checkpoint(layer, prevent_cse=False, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
 
-def _without_padding(table: nnx.Param, config: ModelConfig, dim: int) -> nnx.Param:
+def _without_padding(table: nnx.Param, config: ModelConfig, dim: int) -> nnx.Variable:
     """The table with zeros in the rows that only pad the vocabulary."""
     rows = jax.lax.broadcasted_iota(jnp.int32, table.shape, dim)
     return table.replace(jnp.where(rows < config.true_vocab, table[...], 0.0))

@@ -70,6 +70,11 @@ def make_pipeline(config: Config, layout: Layout, model: Transformer) -> Pipelin
 
     Raises `UserError` for a schedule or sizes that do not fit. The layers of every stage are logged.
     """
+    if model.leading is not None:
+        raise UserError(
+            f"parallel.stage = {config.parallel.stage} with model.moe.first_dense = {config.model.moe.first_dense}: "
+            "stages are made of equal layers; use parallel.stage = 1 with expert, tensor and ZeRO-3"
+        )
     stages = layout.mesh.shape[STAGE]
     schedule = pick_schedule(config, stages)
     assignment = assign_layers(layer_costs(config), stages=stages, chunks=schedule.chunks)
