@@ -180,6 +180,15 @@ def test_resume_is_bit_exact(open_at, abstract, killed_at):
     assert int(second.opt_state[1][0].count) == 6
 
 
+def test_a_restored_state_is_donated_like_any_other(open_at, abstract):
+    """Else the first step after a resume would need a second copy of the state."""
+    with open_at() as checkpoints:
+        checkpoints.save(1, make(abstract), {})
+    restored = open_at().restore_latest(abstract).state
+    STEP(restored, 0)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(restored.opt_state) if leaf.ndim == 3)
+
+
 def test_names_and_layout_on_disk_are_natural(tmp_path, open_at, state):
     with open_at() as checkpoints:
         checkpoints.save(2, state, {})
