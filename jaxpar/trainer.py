@@ -14,12 +14,14 @@ import jax
 
 from jaxpar import config_file, validate
 from jaxpar.build import Built, build
+from jaxpar.chat import open_chat
 from jaxpar.checkpoint import Checkpoints, folders
 from jaxpar.config import Config
 from jaxpar.contract import check_step, class_bytes
 from jaxpar.data import Data, Loader, open_data, required_vocab
 from jaxpar.errors import UserError
 from jaxpar.loop import Outcome, Run, evaluator, run_steps
+from jaxpar.lora import make_tuning
 from jaxpar.mesh import simulate_devices
 from jaxpar.metrics import MetricsWriter, Progress, Throughput, peak_flops_per_s
 from jaxpar.models.count import flops_per_token
@@ -57,18 +59,20 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
     config = resolved(config, len(jax.devices()))
     _check_workdir(workdir)
     weights = _initial_weights(config, workdir)
-    built = build(config)
+    tuning = make_tuning(config) if config.lora.rank else None
+    built = tuning.built if tuning else build(config)
     is_main = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(make_watch(config, workdir))
         with watch.busy("data"):
-            data = open_data(config, workdir)
+            data = open_chat(config) if config.data.source == "chat" else open_data(config, workdir)
         progress = stack.enter_context(_progress(config, is_main))
         _describe(config, built, data, progress.message)
         _tell_changes(config, workdir, progress.message)
         with watch.busy("compile"):
             _use_compile_cache(config, workdir)
-            compiled = built.step.lower(built.abstract_state, built.abstract_batch).compile()
+            base = (tuning.abstract_base,) if tuning else ()
+            step = compiled = built.step.lower(built.abstract_state, built.abstract_batch, *base).compile()
             check_step(built, compiled)
         checkpoints = stack.enter_context(
             Checkpoints(
@@ -81,13 +85,16 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             )
         )
         with watch.busy("restore"):
-            state, extra = _first_state(config, built, checkpoints, weights, progress.message)
+            start_from = None if tuning else weights
+            state, extra = _first_state(config, built, checkpoints, start_from, progress.message)
+            if tuning is not None and weights is not None:
+                step, built = tuning.bind(weights.load(tuning.abstract_base), compiled)
         start = int(state.step)
         writer = stack.enter_context(_writer(config, workdir, start, is_main))
         loader = stack.enter_context(_loader(data, config, built, extra))
         run = Run(
             config=config,
-            step_fn=compiled,
+            step_fn=step,
             evaluate=_evaluator(data, config, built),
             state=state,
             loader=loader,
@@ -149,8 +156,11 @@ def _describe(config: Config, built: Built, data: Data, say: Any) -> None:
 
 
 def _initial_weights(config: Config, workdir: Path) -> Weights | None:
-    """What `init_from` names, checked against the model; None without it, and in a run that has checkpoints already."""
-    if config.init_from is None or folders.steps(workdir / "checkpoints"):
+    """What `init_from` names, checked against the model; None where a run needs none."""
+    if config.lora.rank and config.init_from is None:
+        raise UserError(f"lora.rank = {config.lora.rank}, but init_from names no weights to adapt; set it to a folder")
+    resumes = folders.steps(workdir / "checkpoints") and not config.lora.rank  # an adapter needs its base each time
+    if config.init_from is None or resumes:
         return None
     weights = open_weights(config.init_from)
     check_same_model(weights, config.model)

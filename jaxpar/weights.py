@@ -52,6 +52,38 @@ class Weights:
         """Parameters in natural order, shaped and sharded like `abstract`; raises `UserError` for what does not fit."""
         if self.config is None:
             return load_params(self.folder, self.model, abstract)
+        if not self.config.lora.rank:
+            return self._restore(abstract)
+        import jax
+
+        from jaxpar import lora
+
+        base = self.base.load(abstract)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, base)
+        return jax.jit(lora.merge, out_shardings=shardings, donate_argnums=0)(base, self.load_adapter())
+
+    @property
+    def base(self) -> Weights:
+        """The weights that a run with adapters started from."""
+        assert self.config is not None
+        assert self.config.init_from is not None
+        return open_weights(self.config.init_from)
+
+    def load_adapter(self) -> Any:
+        """The adapter of a run that trained one, on this process."""
+        import jax
+
+        from jaxpar import lora
+        from jaxpar.hf.convert import abstract_params
+
+        assert self.config is not None
+        key = jax.random.key(0)
+        abstract = jax.eval_shape(
+            lambda: lora.make_adapter(key, self.config.lora, abstract_params(self.model))  # type: ignore[union-attr]
+        )
+        return self._restore(abstract)
+
+    def _restore(self, abstract: Any) -> Any:
         settings = CheckpointConfig(cast=True)
         with Checkpoints(self.folder / CHECKPOINTS, settings, is_main=_is_main()) as checkpoints:
             assert self.step is not None

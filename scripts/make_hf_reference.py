@@ -2,6 +2,7 @@
 
     python scripts/make_hf_reference.py make tests/hf_data             write all variants (or --only NAME ...)
     python scripts/make_hf_reference.py check tests/hf_data            make them anew and compare
+    python scripts/make_hf_reference.py peft tests/hf_data tests/peft_data      adapters by the PEFT package
     python scripts/make_hf_reference.py verify EXPORTED tests/hf_data/llama
                                         load an exported folder with transformers: its logits must be the reference's
 
@@ -14,6 +15,7 @@ gradients by tensor name and greedy continuation that transformers computes from
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -72,16 +74,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("make", "check", "verify"))
+    parser.add_argument("action", choices=("make", "check", "peft", "verify"))
     parser.add_argument("folder", type=Path, help="tests/hf_data; for verify, the exported folder")
-    parser.add_argument("reference", type=Path, nargs="?", help="for verify: the folder of the variant")
+    parser.add_argument(
+        "reference", type=Path, nargs="?", help="for verify: folder of the variant; for peft: folder to write"
+    )
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of {', '.join(VARIANTS)}")
     args = parser.parse_args(argv)
-    if (args.action == "verify") != (args.reference is not None):
-        parser.error("verify wants EXPORTED and REFERENCE; the other actions one folder")
+    if (args.action in ("verify", "peft")) != (args.reference is not None):
+        parser.error("verify and peft want two folders; the other actions one")
     _quiet()
     if args.action == "verify":
         return verify(args.folder, args.reference)
+    if args.action == "peft":
+        make_adapter(args.folder / "qwen2", args.reference / "qwen2")
+        return 0
     failures = 0
     for name in args.only or VARIANTS:
         if args.action == "make":
@@ -221,6 +228,31 @@ def run(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     stored = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
     grads = {f"grad/{stored.get(key, key)}": parameter.grad.numpy() for key, parameter in model.named_parameters()}
     return {"logits": logits.detach().numpy(), "loss": np.float32(loss.item()), **grads}
+
+
+def make_adapter(base: Path, folder: Path) -> None:
+    """A random adapter on a variant, as the PEFT package writes it, and the logits with it."""
+    import numpy as np
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(load(base), config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                noise = np.random.RandomState(zlib.crc32(key.encode())).standard_normal(tuple(parameter.shape))
+                parameter.copy_(torch.from_numpy(0.3 * noise))
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = base.name  # not the folder of whoever made it
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    with np.load(base / "reference.npz") as arrays:
+        tokens, positions = (torch.from_numpy(arrays[key]).long() for key in ("tokens", "positions"))
+    with torch.no_grad():
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits.numpy()
+    np.savez_compressed(folder / "reference.npz", logits=logits)
 
 
 def differences(made: Path, committed: Path) -> list[str]:

@@ -63,10 +63,10 @@ def export_folder(
     `dtype` None: that of `like`, else float32. `like` None: where the run was imported from, if it was.
     """
     weights = open_weights(source, step)
-    like = weights.like if like is None else like
+    like = origin_of(weights) if like is None else like
     dtype = dtype or (_dtype_of(like) if like is not None else "float32")
     leaves = leaf_axes(abstract_params(weights.model))
-    if weights.config is None:
+    if weights.config is None or weights.config.lora.rank:
         named = {name: leaf for name, (_, leaf) in leaf_axes(weights.load(abstract_params(weights.model))).items()}
 
         def value(leaf: str) -> Any:
@@ -89,6 +89,13 @@ def export_folder(
         like=like,
         max_position=length,
     )
+
+
+def origin_of(weights: Weights) -> Path | None:
+    """The Hugging Face folder that the weights, or those that the run started from, once were."""
+    while weights.like is None and weights.config is not None and weights.config.init_from is not None:
+        weights = open_weights(weights.config.init_from)
+    return weights.like
 
 
 def abstract_params(model: ModelConfig) -> Any:

@@ -1,0 +1,236 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on frozen weights, by logical target names.
+
+A target's weight W becomes W + alpha / rank * A B, one layer at a time, inside the step. The frozen weights are an
+argument of the step and never its result: they have no gradient, no optimizer state, and no way to change.
+Dims: L layers, R rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar.build import FIRST_LOSS_SCALE, Built, build
+from jaxpar.config import Config, LoraConfig
+from jaxpar.errors import UserError, raise_together
+from jaxpar.models.loss import Sums
+from jaxpar.models.sharder import Sharder
+from jaxpar.models.transformer import Block, Transformer
+from jaxpar.names import SIDES
+from jaxpar.precision import precision
+from jaxpar.sharding import Placement
+from jaxpar.state import abstract_with_shardings, init_state, state_shardings
+from jaxpar.step import StepRules, accumulated, eval_step, train_step
+
+TARGETS = {
+    "q": ("attention", "q"),
+    "k": ("attention", "k"),
+    "v": ("attention", "v"),
+    "out": ("attention", "out"),
+    "gate": ("mlp", "gate"),
+    "up": ("mlp", "up"),
+    "down": ("mlp", "down"),
+}
+
+
+class Pair(nnx.Module):
+    """A [L, input dims, R] and B [L, R, output dims] of one target; B starts at zero, so step 0 is the base exactly."""
+
+    def __init__(self, weight: nnx.Variable, rank: int, rngs: nnx.Rngs) -> None:
+        shape, axes = weight.get_value().shape, tuple(weight.axes)
+        split = num_input_dims(axes)
+        inputs = int(np.prod(shape[1 : 1 + split]))
+        noise = jax.random.normal(rngs.params(), (*shape[: 1 + split], rank), jnp.float32)
+        self.a = nnx.Param(noise * inputs**-0.5, axes=(*axes[: 1 + split], "rank"))
+        self.b = nnx.Param(
+            jnp.zeros((shape[0], rank, *shape[1 + split :]), jnp.float32), axes=("layer", "rank", *axes[1 + split :])
+        )
+
+
+class Adapter(nnx.Module):
+    """A `Pair` per target; what is trained and saved."""
+
+    def __init__(self, config: LoraConfig, model: Transformer, rngs: nnx.Rngs) -> None:
+        check_targets(config, model)
+        self.targets, self.rank, self.alpha = tuple(config.targets), config.rank, config.alpha
+        for target in self.targets:
+            setattr(self, target, Pair(_weight(model.blocks, target), config.rank, rngs))
+
+    @property
+    def scale(self) -> float:
+        """What multiplies A B."""
+        return self.alpha / self.rank
+
+
+class Adapted(nnx.Module):
+    """Blocks and the adapter of the same layers: scanned together, merged where a layer uses its weights."""
+
+    def __init__(self, block: Block, adapter: Adapter) -> None:
+        self.block, self.adapter = block, adapter
+
+
+class _MergingSharder:
+    """`inner`, except that a layer with an adapter gets merged weights."""
+
+    def __init__(self, inner: Sharder) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def weights(self, module: Any) -> Any:
+        """The weights that the layer uses."""
+        return self.inner.weights(merged(module.block, module.adapter) if isinstance(module, Adapted) else module)
+
+
+def check_targets(config: LoraConfig, model: Transformer) -> None:
+    """Raise `UserError` for targets that match nothing, naming those there are."""
+    known = [name for name in TARGETS if _weight(model.blocks, name) is not None]
+    problems = [
+        f"lora.targets: {target!r} matches no weight of this model; choose from {', '.join(known)}"
+        for target in config.targets
+        if target not in known
+    ]
+    if not config.targets:
+        problems.append(f"lora.targets is empty, so nothing would be trained; choose from {', '.join(known)}")
+    if len(set(config.targets)) < len(config.targets):
+        problems.append(f"lora.targets = {config.targets} names a weight twice")
+    raise_together(problems)
+
+
+def num_input_dims(axes: tuple[str, ...]) -> int:
+    """How many dims of a stacked weight are its input: those before the first name of the other side."""
+    sides = [SIDES.get(name, name) for name in axes[1:]]
+    return next(i for i, side in enumerate(sides) if side != sides[0])
+
+
+def merged(block: Block, adapter: Adapter) -> Block:
+    """One layer's block with A B added to its targets, in float32."""
+    block = jax.tree.map(lambda a: a, block)  # the caller's own stays as it is
+    for target in adapter.targets:
+        pair = getattr(adapter, target)
+        weight = _weight(block, target)
+        assert weight is not None
+        a, b = pair.a[...], pair.b[...]
+        update = jnp.tensordot(a, b, axes=1, precision="highest") * adapter.scale
+        owner, name = TARGETS[target]
+        setattr(getattr(block, owner), name, weight.replace(weight[...] + update.astype(weight.dtype)))
+    return block
+
+
+def merge(model: Transformer, adapter: Adapter) -> Transformer:
+    """The whole model with the adapter in its weights; for generation, evaluation and export."""
+    whole = jax.tree.map(lambda a: a, model)
+    whole.blocks = jax.vmap(merged)(model.blocks, adapter)
+    return whole
+
+
+def with_adapter(model: Transformer, adapter: Adapter) -> Transformer:
+    """The model whose layers carry the adapter; run it with `merging`."""
+    whole = jax.tree.map(lambda a: a, model)
+    whole.blocks = Adapted(model.blocks, adapter)  # type: ignore[assignment]
+    return whole
+
+
+def merging(sharder: Sharder) -> Any:
+    """The sharder for a model `with_adapter`."""
+    return _MergingSharder(sharder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """A run that trains an adapter. `built.step(state, batch, base)` and `built.evaluate(adapter, batch, base)`."""
+
+    built: Built
+    abstract_base: Any  # ShapeDtypeStructs with shardings
+
+    def bind(self, base: Transformer, step: Callable[..., Any]) -> tuple[Callable[[Any, Any], Any], Built]:
+        """The compiled step without its last argument, and the build whose evaluation lacks it too."""
+        evaluate = self.built.evaluate
+        bound = dataclasses.replace(self.built, evaluate=lambda *args: evaluate(*args, base))
+        return lambda state, batch: step(state, batch, base), bound
+
+
+def make_tuning(config: Config, devices: Sequence[jax.Device] | None = None) -> Tuning:
+    """The build of a run that trains an adapter. Raises `UserError` for targets and meshes that do not fit."""
+    if config.parallel.stage > 1:
+        raise UserError(
+            f"parallel.stage = {config.parallel.stage} with lora.rank = {config.lora.rank}: adapters are not "
+            "pipelined; use parallel.tensor or parallel.zero = 3 to fit the model"
+        )
+    frozen = build(dataclasses.replace(config, lora=LoraConfig()), devices)
+    layout, abstract_base = frozen.layout, frozen.abstract_state.params
+    make = functools.partial(make_adapter, config=config.lora, model=abstract_base)
+    scale = FIRST_LOSS_SCALE if precision(config.precision).loss_scaling else 1.0
+    init = functools.partial(init_state, make_model=make, optimizer=frozen.optimizer, initial_scale=scale)
+    abstract = jax.eval_shape(init, jax.random.key(config.seed))
+    shardings, placements = state_shardings(abstract, layout)
+    policy = precision(config.precision)
+
+    def step(state: Any, batch: Any, base: Transformer) -> Any:
+        rules = StepRules(
+            grad_fn=_grad_fn(config, base, layout, placements),
+            optimizer=frozen.optimizer,
+            schedule=frozen.schedule,
+            clip_norm=config.optimizer.clip_norm,
+            dropout=config.model.dropout > 0,
+            loss_scaling=policy.loss_scaling,
+            seed=config.seed,
+        )
+        with jax.default_matmul_precision(policy.matmul or "default"):
+            return train_step(state, batch, rules)
+
+    def evaluate(adapter: Adapter, batch: Any, base: Transformer) -> Sums:
+        with jax.default_matmul_precision(policy.matmul or "default"):
+            return eval_step(with_adapter(base, adapter), batch, merging(layout))
+
+    built = dataclasses.replace(
+        frozen,
+        config=config,
+        init=jax.jit(init, out_shardings=shardings),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.whole)),
+        evaluate=jax.jit(evaluate, out_shardings=layout.whole),
+        abstract_state=abstract_with_shardings(abstract, shardings),
+        shardings=shardings,
+        placements=placements,
+    )
+    return Tuning(built, abstract_base)
+
+
+def make_adapter(key: jax.Array, config: LoraConfig, model: Transformer) -> Adapter:
+    """A fresh adapter for a model, which may be abstract."""
+    return Adapter(config, model, nnx.Rngs(params=key))
+
+
+def _grad_fn(config: Config, base: Transformer, layout: Any, placements: Any) -> Any:
+    """Gradients of the adapter alone; sums, as every gradient function gives."""
+
+    def place(grads: Any) -> Any:
+        return jax.tree.map(
+            lambda g, p: jax.lax.with_sharding_constraint(g, layout.sharding(p.gradient)),
+            grads,
+            placements,
+            is_leaf=lambda node: isinstance(node, Placement),
+        )
+
+    def one_pass(adapter: Adapter, batch: Any, row_keys: jax.Array | None, scale: jax.Array) -> tuple[Sums, Any]:
+        def objective(adapter: Adapter) -> tuple[jax.Array, Sums]:
+            sums = with_adapter(base, adapter)(batch, merging(layout), row_keys)
+            return sums.objective * scale, sums
+
+        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(adapter)
+        return sums, place(grads)
+
+    return accumulated(one_pass, config.accumulation, place) if config.accumulation > 1 else one_pass
+
+
+def _weight(blocks: Any, target: str) -> nnx.Variable | None:
+    owner, name = TARGETS.get(target, ("", ""))
+    return getattr(getattr(blocks, owner, None), name, None)
