@@ -114,7 +114,7 @@ class Generator:
             )
 
 
-def built_for_generation(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:
+def built_for_generation(config: Config, devices: Sequence[Any] | None = None) -> Built:
     """The build that a `Generator` needs: rows and tensors split, layers and positions whole."""
     parallel = config.parallel
     raise_together(
@@ -181,7 +181,7 @@ def kept(logits: jax.Array, top_k: int | None, top_p: float | None) -> jax.Array
     return logits
 
 
-def load_generator(config: Config, weights: Any, devices: Sequence[jax.Device] | None = None) -> Generator:
+def load_generator(config: Config, weights: Any, devices: Sequence[Any] | None = None) -> Generator:
     """A generator from `jaxpar.weights.Weights`, loaded straight into its shards."""
     built = built_for_generation(dataclasses.replace(config, model=weights.model), devices)
     return Generator(built, weights.load(built.abstract_state.params))

@@ -61,7 +61,9 @@ class Adapter(nnx.Module):
         check_targets(config, model)
         self.targets, self.rank, self.alpha = tuple(config.targets), config.rank, config.alpha
         for target in self.targets:
-            setattr(self, target, Pair(_weight(model.blocks, target), config.rank, rngs))
+            weight = _weight(model.blocks, target)
+            assert weight is not None, target
+            setattr(self, target, Pair(weight, config.rank, rngs))
 
     @property
     def scale(self) -> float:
@@ -151,14 +153,14 @@ class Tuning:
     built: Built
     abstract_base: Any  # ShapeDtypeStructs with shardings
 
-    def bind(self, base: Transformer, step: Callable[..., Any]) -> tuple[Callable[[Any, Any], Any], Built]:
+    def bind(self, base: Transformer, step: Callable[..., Any]) -> tuple[Callable[..., Any], Built]:
         """The compiled step without its last argument, and the build whose evaluation lacks it too."""
-        evaluate = self.built.evaluate
+        evaluate: Any = self.built.evaluate
         bound = dataclasses.replace(self.built, evaluate=lambda *args: evaluate(*args, base))
         return lambda state, batch: step(state, batch, base), bound
 
 
-def make_tuning(config: Config, devices: Sequence[jax.Device] | None = None) -> Tuning:
+def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
     """The build of a run that trains an adapter. Raises `UserError` for targets and meshes that do not fit."""
     if config.parallel.stage > 1:
         raise UserError(
@@ -167,7 +169,7 @@ def make_tuning(config: Config, devices: Sequence[jax.Device] | None = None) -> 
         )
     frozen = build(dataclasses.replace(config, lora=LoraConfig()), devices)
     layout, abstract_base = frozen.layout, frozen.abstract_state.params
-    make = functools.partial(make_adapter, config=config.lora, model=abstract_base)
+    make: Any = functools.partial(make_adapter, config=config.lora, model=abstract_base)
     scale = FIRST_LOSS_SCALE if precision(config.precision).loss_scaling else 1.0
     init = functools.partial(init_state, make_model=make, optimizer=frozen.optimizer, initial_scale=scale)
     abstract = jax.eval_shape(init, jax.random.key(config.seed))
@@ -220,12 +222,12 @@ def _grad_fn(config: Config, base: Transformer, layout: Any, placements: Any) ->
             is_leaf=lambda node: isinstance(node, Placement),
         )
 
-    def one_pass(adapter: Adapter, batch: Any, row_keys: jax.Array | None, scale: jax.Array) -> tuple[Sums, Any]:
+    def one_pass(params: Any, batch: Any, row_keys: jax.Array | None, scale: jax.Array) -> tuple[Sums, Any]:
         def objective(adapter: Adapter) -> tuple[jax.Array, Sums]:
             sums = with_adapter(base, adapter)(batch, merging(layout), row_keys)
             return sums.objective * scale, sums
 
-        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(adapter)
+        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(params)
         return sums, place(grads)
 
     return accumulated(one_pass, config.accumulation, place) if config.accumulation > 1 else one_pass

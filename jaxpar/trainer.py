@@ -72,8 +72,8 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
         with watch.busy("compile"):
             _use_compile_cache(config, workdir)
             base = (tuning.abstract_base,) if tuning else ()
-            step = compiled = built.step.lower(built.abstract_state, built.abstract_batch, *base).compile()
-            check_step(built, compiled)
+            step: Any = built.step.lower(built.abstract_state, built.abstract_batch, *base).compile()
+            check_step(built, step)
         checkpoints = stack.enter_context(
             Checkpoints(
                 workdir / "checkpoints",
@@ -88,7 +88,7 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             start_from = None if tuning else weights
             state, extra = _first_state(config, built, checkpoints, start_from, progress.message)
             if tuning is not None and weights is not None:
-                step, built = tuning.bind(weights.load(tuning.abstract_base), compiled)
+                step, built = tuning.bind(weights.load(tuning.abstract_base), step)
         start = int(state.step)
         writer = stack.enter_context(_writer(config, workdir, start, is_main))
         loader = stack.enter_context(_loader(data, config, built, extra))

@@ -7,7 +7,8 @@
 
     python scripts/train.py --config=RUN_FOLDER/config.json --config.init_from=RUN_FOLDER --workdir=OTHER
 
-`export` writes safetensors, config.json and the tokenizer; `transformers` loads the folder.
+`export` writes safetensors, config.json and the tokenizer; `transformers` loads the folder. The adapter of a run is
+merged, or written alone with --adapter.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> int:
     out.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
     out.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the imported folder")
     out.add_argument("--like", type=Path, metavar="DIR", help="Hugging Face folder to take tokenizer and ids from")
+    out.add_argument("--adapter", action="store_true", help="write the adapter alone, as a PEFT folder")
     out.add_argument("--max-file-gb", type=float, default=5.0, help="size of one file (default: 5)")
     args = parser.parse_args(argv)
     if args.action == "import":
@@ -43,8 +45,12 @@ def main(argv: list[str]) -> int:
         print(f"{args.target}: {config.model.family}, {config.model.num_layers} layers; train on with")
         print(f"  --config={args.target / 'config.json'} --config.init_from={args.target}")
         return 0
-    from jaxpar.hf.convert import export_folder
+    from jaxpar.hf.convert import export_adapter_folder, export_folder
 
+    if args.adapter:
+        export_adapter_folder(args.source, args.target, step=args.step)
+        print(f"{args.target}: written")
+        return 0
     size = int(args.max_file_gb * 1e9)
     export_folder(args.source, args.target, step=args.step, dtype=args.dtype, like=args.like, max_file_bytes=size)
     print(f"{args.target}: written")

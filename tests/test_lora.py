@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import pytest
-from hf_models import DATA, batch_of, model_of
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from hf_models import DATA, batch_of, model_of
+
 from jaxpar.config import Config, LoraConfig, OptimizerConfig, ParallelConfig
 from jaxpar.errors import UserError
 from jaxpar.hf import load_params

@@ -14,7 +14,9 @@ from jaxpar.config import CheckpointConfig, Config, DataConfig, ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.hf import files
 from jaxpar.hf.load import leaf_axes, load_params, read_model
+from jaxpar.hf.peft import export_adapter
 from jaxpar.hf.save import export
+from jaxpar.tree import named_leaves
 from jaxpar.weights import CHECKPOINTS, ORIGIN, Weights, open_weights
 
 
@@ -89,6 +91,15 @@ def export_folder(
         like=like,
         max_position=length,
     )
+
+
+def export_adapter_folder(source: Path, target: Path, *, step: int | None = None) -> None:
+    """Write the adapter of a run as a PEFT folder."""
+    weights = open_weights(source, step)
+    if weights.config is None or not weights.config.lora.rank:
+        raise UserError(f"{source}: is no run that trained an adapter (lora.rank is 0)")
+    values = named_leaves(weights.load_adapter())
+    export_adapter(target, weights.model, weights.config.lora, values, base=weights.config.init_from)
 
 
 def origin_of(weights: Weights) -> Path | None:
