@@ -70,14 +70,16 @@ def _sharded(mesh: Any, specs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], A
     import jax.numpy as jnp
 
     def local(*shards: Any) -> Any:
+        index = {axis: jax.lax.axis_index(axis).astype(jnp.uint32) for axis in mesh.axis_names}
+        counts: dict[frozenset[str], Any] = {}  # 1 on the first of the replicas, 0 on the others
         sums = []
         for shard, spec in zip(shards, specs):
-            entries = [*spec, *(None for _ in range(shard.ndim - len(spec)))]
-            axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
-            used = {axis for group in axes for axis in group}
-            is_first = [jax.lax.axis_index(axis) == 0 for axis in mesh.axis_names if axis not in used]
-            own = _checksum(shard, [(jax.lax.axis_index(g), jax.lax.axis_size(g)) if g else (0, 1) for g in axes])
-            sums.append(jnp.where(jnp.all(jnp.array([True, *is_first])), own, jnp.uint32(0)))  # one replica counts
+            parts = [_part(entry, index, mesh.shape) for entry in spec]
+            others = frozenset(index) - {axis for entry in spec if entry is not None for axis in _axes(entry)}
+            if others not in counts:
+                replica = sum((index[axis] for axis in sorted(others)), jnp.uint32(0))
+                counts[others] = (replica == 0).astype(jnp.uint32)
+            sums.append(_checksum(shard, parts) * counts[others])
         return jax.lax.psum(jnp.stack(sums), mesh.axis_names)
 
     def sums(arrays: tuple[Any, ...]) -> Any:
@@ -89,25 +91,44 @@ def _sharded(mesh: Any, specs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], A
     return jax.jit(sums)
 
 
-def _checksum(shard: Any, parts: Sequence[tuple[Any, Any]] | None = None) -> Any:
-    """uint32 scalar from one shard; `parts` has for every dim which of how many equal parts this is."""
+def _axes(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _part(entry: Any, index: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Any, int]:
+    """Which of how many equal parts of a dim this device holds."""
+    part, count = np.uint32(0), 1
+    for axis in () if entry is None else _axes(entry):
+        part, count = part * np.uint32(sizes[axis]) + index[axis], count * sizes[axis]
+    return part, count
+
+
+def _checksum(shard: Any, parts: Sequence[tuple[Any, int]] = ()) -> Any:
+    """uint32 scalar from one shard; `parts` has for its leading dims which of how many equal parts this is."""
+    import jax
     import jax.numpy as jnp
 
     shape = shard.shape
-    parts = parts or [(0, 1)] * len(shape)
-    rows = shard.reshape(-1, shape[-1] if shape else 1)
-    first = jnp.zeros((), jnp.uint32)  # position of each row's first element in the whole array
+    parts = [*parts, *[(np.uint32(0), 1)] * (len(shape) - len(parts))]
+    first: Any = np.uint32(1)  # position of each row's first element in the whole array, counted from 1
     stride = 1
     for dim in reversed(range(len(shape))):
         part, count = parts[dim]
-        index = jnp.uint32(part) * np.uint32(shape[dim])
-        if dim < len(shape) - 1:
-            sides = [shape[dim] if other == dim else 1 for other in range(len(shape) - 1)]
-            index = (index + jnp.arange(shape[dim], dtype=jnp.uint32)).reshape(sides)
-        first = first + index * np.uint32(stride % 2**32)
-        stride *= shape[dim] * int(count)
-    first = jnp.broadcast_to(first, shape[:-1]).reshape(-1)
-    return _sum(rows, first)
+        if count > 1:
+            first = first + part * np.uint32(shape[dim] * stride % 2**32)
+        if dim < len(shape) - 1 and shape[dim] > 1:
+            first = first + jax.lax.broadcasted_iota(jnp.uint32, shape[:-1], dim) * np.uint32(stride % 2**32)
+        stride *= shape[dim] * count
+    rows = shard.reshape(-1, shape[-1] if shape else 1)
+    return _compiled_sum()(rows, jnp.broadcast_to(first, shape[:-1]).reshape(-1))
+
+
+@functools.cache
+def _compiled_sum() -> Callable[[Any, Any], Any]:
+    # Parameters and moments have the same shapes: under jit each is traced once.
+    import jax
+
+    return jax.jit(_sum)
 
 
 def _sum(rows: Any, first: Any) -> Any:
@@ -136,7 +157,7 @@ def _mix(rows: Any, first: Any) -> Any:
     import jax.numpy as jnp
 
     position = first[:, None] + jax.lax.broadcasted_iota(jnp.uint32, (1, rows.shape[1]), 1)
-    x = _bits(rows) + (position + np.uint32(1)) * np.uint32(_GOLDEN)
+    x = _bits(rows) + position * np.uint32(_GOLDEN)
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
