@@ -65,7 +65,7 @@ class Run:
         dropout = config.model.dropout > 0
         self.row_keys = row_keys_of(config.seed, jnp.int32(2), config.global_batch) if dropout else None
         self.scale = jnp.float32(4.0)
-        sizes = [getattr(config.parallel, axis) for axis in ("stage", "replica", "data", "context", "tensor")]
+        sizes = [getattr(config.parallel, axis) for axis in ("stage", "replica", "data", "expert", "context", "tensor")]
         self.mesh = make_mesh(config.parallel, jax.devices()[: int(np.prod(sizes))])
         layout = make_layout(config, self.mesh, policy.compute)
         self.pipeline = make_pipeline(config, layout, jax.eval_shape(make, jax.random.key(0)))

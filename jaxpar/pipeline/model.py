@@ -27,6 +27,7 @@ from jaxpar.pipeline.arrange import from_stages, to_stages
 from jaxpar.pipeline.assign import Assignment, assign_layers
 from jaxpar.pipeline.executor import evaluate, value_and_grad
 from jaxpar.pipeline.generators import named
+from jaxpar.pipeline.inside import InsideLayout, inside
 from jaxpar.pipeline.interface import STAGE, Params, Side, Totals
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.pipeline.simulate import Costs, choose
@@ -38,7 +39,6 @@ Batch = Mapping[str, jax.Array]
 log = logging.getLogger(__name__)
 # zb_h1 is left out: it needs unrolled layers and stored residuals, which is for the user to decide
 AUTO_ONE_CHUNK, AUTO_CHUNKS = ("gpipe", "1f1b", "fused"), ("fused", "interleaved")
-MAY_REDUCE_ONCE = ("replica", "data")  # batch axes whose gradients can be summed at the end of the step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class _Parts:
     schedule: Schedule
     assignment: Assignment
     stored: Layout
-    inside: Any  # a Layout: what the functions see: without `stage`, and without axes that split rows by hand
+    inside: InsideLayout  # what the functions see: without `stage`, and without axes that split rows by hand
     batch_axes: tuple[str, ...]
     casts_first: bool
     microbatches: int
@@ -136,10 +136,9 @@ class _Parts:
     def make(
         config: Config, stored: Layout, layout: Layout, model: Transformer, schedule: Schedule, assignment: Assignment
     ) -> _Parts:
-        batch_axes = ()
-        if layout.zero <= 1:  # gradients are whole on every device, so one sum per step does
-            batch_axes = tuple(axis for axis in MAY_REDUCE_ONCE if layout.mesh.shape[axis] > 1)
-        rows = tuple(axis for axis in layout.rules.axes("batch") if axis not in batch_axes)
+        # Over axes that hold whole gradients one sum per step does.
+        whole = ("replica", "data") if layout.zero <= 1 else ("replica",)
+        batch_axes = tuple(axis for axis in whole if layout.mesh.shape[axis] > 1)
         template = jax.tree.map(lambda a: a, model)
         if schedule.splits_weights:  # a scan's equation gives dx and dparams together
             template.config = dataclasses.replace(model.config, scan_layers=False)
@@ -148,7 +147,7 @@ class _Parts:
             schedule=schedule,
             assignment=assignment,
             stored=stored,
-            inside=_with_rules(layout, {"batch": rows}),
+            inside=inside(layout, by_hand=batch_axes),
             batch_axes=batch_axes,
             # Without recomputation the cast weights of every microbatch in flight would be kept; cast outside the
             # scan over layers they depend on parameters alone, and are computed again.

@@ -18,29 +18,26 @@ from jaxpar.models.layers import dropout
 from jaxpar.models.loss import Sums
 from jaxpar.models.sharder import Sharder
 from jaxpar.models.transformer import SITES
+from jaxpar.pipeline.inside import InsideLayout
 from jaxpar.pipeline.interface import STAGE
 
 HIDDEN = -1e30  # logit of a padded vocabulary row; finite, because inf - inf is nan in a gradient
 
 
-def embed(ends: Any, batch: Any, sharder: Sharder, row_keys: jax.Array | None) -> jax.Array:
+def embed(ends: Any, batch: Any, layout: InsideLayout, row_keys: jax.Array | None) -> jax.Array:
     """`Transformer.embed` for a split table: tokens int32 [B, T] -> residual stream [B, T, D], on all stages."""
     config, dtype = ends.config, ends.precision.compute
-    parts = sharder.weights({"table": ends.embedding, "positions": ends.positions})
+    parts = layout.weights({"table": ends.embedding, "positions": ends.positions})
     table_VD = parts["table"][...].astype(dtype)
-    row = sharder.activation(batch["tokens"], "batch", "seq") - _first_row(table_VD.shape[0])
-    here = (row >= 0) & (row < table_VD.shape[0])
-    found = jnp.where(here[..., None], table_VD[jnp.where(here, row, 0)], jnp.zeros((), dtype))
-    # placed like the tokens, or the scatter of the backward pass permutes them between tensor shards
-    found = sharder.activation(found, "batch", "seq", "embed")
-    x = lax.psum(found, STAGE)  # exact: one stage has the row, the others add zeros
+    tokens = layout.activation(batch["tokens"], "batch", "seq")
+    x = lax.psum(layout.lookup(table_VD, tokens - _first_row(table_VD.shape[0])), STAGE)  # exact, as one stage has it
     if config.embed_scale is not None:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     if parts["positions"] is not None:
         x = x + parts["positions"][...].astype(dtype)[batch["positions"]]
-    x = sharder.activation(x, "batch", "seq", "embed")
-    x = sharder.activation(x, "batch", "residual_seq", "embed")
-    order = sharder.order(x.shape[1])
+    x = layout.activation(x, "batch", "seq", "embed")
+    x = layout.activation(x, "batch", "residual_seq", "embed")
+    order = layout.order(x.shape[1])
     return dropout(x, row_keys, config.dropout, config.num_layers, SITES["embed"], order=order)
 
 
