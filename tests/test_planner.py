@@ -34,6 +34,12 @@ def config_8b(**settings):
     return config_file.from_dict({"global_batch": 128, "seq_len": 4096, "model": model()} | settings)
 
 
+@pytest.fixture(scope="module")
+def found():
+    """A closed-form plan of the 8B model on 64 GPUs, shared."""
+    return plan(config_8b(), "h100", 64, search_options=CLOSED)
+
+
 def space_of(config, gpus: int, **limits) -> Space:
     return Space(config, model_shape(config), gpus, 8, Limits(**limits))
 
@@ -59,16 +65,14 @@ def test_candidates_survive_the_round_trip_through_a_config():
         assert dataclasses.replace(again, gradient_bytes=layout.gradient_bytes) == layout
 
 
-def test_best_layouts_pass_the_checks_of_a_run():
-    found = plan(config_8b(), "h100", 64, search_options=CLOSED)
+def test_best_layouts_pass_the_checks_of_a_run(found):
     for one in found.layouts:
         assert not validate.problems(one.config, 64)
         assert one.report.fits
         assert one.reason
 
 
-def test_ranks_follow_the_predicted_time():
-    found = plan(config_8b(), "h100", 64, search_options=CLOSED)
+def test_ranks_follow_the_predicted_time(found):
     times = [one.report.step_time_s for one in found.layouts]
     assert times == sorted(times)
     assert [one.rank for one in found.layouts] == list(range(1, len(times) + 1))
@@ -78,15 +82,16 @@ def test_winner_is_the_fastest_of_all_that_fit():
     """The closed-form winner equals a plain search over the whole space."""
     config = config_8b()
     gpu, assumed = find_target("h100"), Assumptions()
-    candidates, considered, _ = search(space_of(config, 16), gpu, assumed)
-    found = plan(config, gpu, 16, assumed=assumed, search_options=CLOSED)
+    limits = Limits(zero=(1, 3), remat=("dots", "full"), max_stage=4)
+    candidates, considered, _ = search(space_of(config, 16, **dataclasses.asdict(limits)), gpu, assumed)
+    found = plan(config, gpu, 16, assumed=assumed, search_options=Search(compile=False, limits=limits))
     assert found.considered == considered
     assert found.best.layout == candidates[0].layout
 
 
 def test_short_list_mixes_families():
     config = config_8b()
-    candidates, _, _ = search(space_of(config, 64), find_target("h100"), Assumptions())
+    candidates, _, _ = search(space_of(config, 32, remat=("full",), max_stage=4), find_target("h100"), Assumptions())
     chosen = short_list(candidates, 12, lambda layout: True)
     assert len(chosen) == 12
     assert len({(one.layout.stage, one.layout.tensor, one.layout.replica) for one in chosen}) >= 3
@@ -108,7 +113,7 @@ def test_limits_are_kept():
 
 
 def test_rejections_are_counted():
-    space = space_of(config_8b(), 64)
+    space = space_of(config_8b(), 16, remat=("full",))
     search(space, find_target("a100-80g"), Assumptions())
     assert space.rejected["does not fit"] > 0
     assert space.rejected["tensor does not fit in a node"] > 0
@@ -128,16 +133,15 @@ def test_a_batch_that_nothing_divides():
         plan(config, "h100", 512, search_options=CLOSED)
 
 
-def test_written_config_is_the_winner(tmp_path):
-    found = plan(config_8b(), "h100", 64, search_options=CLOSED)
+def test_written_config_is_the_winner(found, tmp_path):
     file = tmp_path / "winner.py"
     write_config(found.best, file, command="test")
     assert config_file.load(file) == found.best.config
     assert "global_batch" in settings_that_differ(found.best.config)
 
 
-def test_json_has_the_keys_other_tools_read():
-    values = json.loads(json.dumps(plan_to_dict(plan(config_8b(), "h100", 64, search_options=CLOSED))))
+def test_json_has_the_keys_other_tools_read(found):
+    values = json.loads(json.dumps(plan_to_dict(found)))
     first = values["layouts"][0]
     assert {"rank", "config", "reason", "fits", "peak_bytes", "step_time_s", "mfu"} <= set(first)
     assert first["config"]["parallel"]["data"] >= 1
