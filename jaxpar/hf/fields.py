@@ -71,8 +71,8 @@ class Field:
     def read(self, raw: Raw) -> dict[str, Any]:
         """The setting; raises for a missing key without a default and for a value without a translation."""
         value = next((raw[name] for name in self.names if name in raw), self.default)
-        if value is NO_DEFAULT:
-            raise UserError(f"{self.name}: missing, and transformers has no default for it")
+        if value is NO_DEFAULT or (value is None and self.default is NO_DEFAULT):
+            raise UserError(f"{self.name}: missing; a model needs it")
         if self.values is not None:
             if value not in self.values:
                 known = ", ".join(str(known) for known in self.values)

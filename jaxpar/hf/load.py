@@ -133,9 +133,8 @@ def _check_redundant_head(tensors: TensorFiles, names: Mapping[str, str], family
         return []
     table, head = tensors.slices(names[family.table]), tensors.slices(names[family.head])
     rows = table.get_shape()[0]
-    same = table.get_shape() == head.get_shape() and all(
-        np.array_equal(table[start : start + 4096], head[start : start + 4096]) for start in range(0, rows, 4096)
-    )
+    parts = [slice(start, min(start + 4096, rows)) for start in range(0, rows, 4096)]
+    same = table.get_shape() == head.get_shape() and all(np.array_equal(table[part], head[part]) for part in parts)
     if same:
         return []
     return [

@@ -142,7 +142,8 @@ def _unpadded(value: Any, plan: Plan, leaf: str) -> Any:
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    cast = array.astype(dtype)
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
     if dtype.name == "float16" and not np.isfinite(cast).all() and np.isfinite(array).all():
         raise UserError(
             f"{name}: values up to {np.abs(array).max():.3g} overflow float16; export as bfloat16 or float32"
