@@ -1,7 +1,7 @@
 """jaxpar: train large language models on many GPUs with one SPMD JAX program.
 
 The public names; each is loaded when it is first used, so `import jaxpar` starts no backend and
-`jaxpar.simulate_devices(8)` can still choose the devices.
+`jaxpar.simulate_devices(8)` can still choose the devices. No name here is that of a submodule.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpar.build import Built as Built
-    from jaxpar.build import build as build
     from jaxpar.config import Config as Config
     from jaxpar.config_file import load as load_config
     from jaxpar.errors import UserError as UserError
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from jaxpar.trainer import train as train
 
 _HOMES = {
-    "Built": "build",
-    "build": "build",
     "Config": "config",
     "load_config": "config_file:load",
     "UserError": "errors",
@@ -37,11 +33,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "Built",
     "Config",
     "Rules",
     "UserError",
-    "build",
     "check_layout",
     "load_config",
     "make_mesh",
@@ -56,7 +50,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'jaxpar' has no attribute {name!r}; it has {', '.join(__all__)}")
     home, _, original = _HOMES[name].partition(":")
     value = getattr(importlib.import_module(f"jaxpar.{home}"), original or name)
-    globals()[name] = value  # also hides the submodule of the same name: `jaxpar.build` is the function
+    globals()[name] = value
     return value
 
 

@@ -62,3 +62,12 @@ def test_files_and_functions_stay_readable():
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > 80:
                 long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert not long
+
+
+def test_public_names_are_not_submodules():
+    import jaxpar
+
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert not modules & set(jaxpar.__all__)
+    for name in jaxpar.__all__:
+        assert callable(getattr(jaxpar, name)), name
