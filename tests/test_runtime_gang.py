@@ -24,7 +24,7 @@ def plan(tmp_path):
 
 @pytest.fixture
 def config(plan):
-    return campaign._prepare(plan.folder, plan)
+    return campaign.prepare(plan.folder, plan)
 
 
 def test_five_faults_are_survived(plan):

@@ -94,7 +94,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Score:
     """Run the campaign and return its score; everything it writes is below `plan.folder`."""
     deadline = time.monotonic() + 60.0 * plan.minutes
     folder = plan.folder.absolute()
-    config = _prepare(folder, plan)
+    config = prepare(folder, plan)
     say(f"reference: {plan.steps} steps, unbroken")
     began = time.monotonic()
     with Training(plan, config, folder / "reference", gang=False) as training:
@@ -130,13 +130,13 @@ def run(plan: Plan, say: Callable[[str], None]) -> Score:
 class Training:
     """One start of a training command, whose output a thread reads."""
 
-    def __init__(self, plan: Plan, config: Path, workdir: Path, *, gang: bool) -> None:
+    def __init__(self, plan: Plan, config: Path, workdir: Path, *, gang: bool, restarts: int = 0) -> None:
         root = Path(__file__).parents[2]
         train = [str(root / "scripts" / "train.py"), f"--config={config}", f"--workdir={workdir}"]
         if gang:
             share = plan.devices // plan.processes
             head = [str(root / "scripts" / "launch.py"), f"--processes={plan.processes}"]
-            command = [*head, f"--devices-per-process={share}", "--max-restarts=0", "--", *train]
+            command = [*head, f"--devices-per-process={share}", f"--max-restarts={restarts}", "--", *train]
         else:
             command = [*train, f"--devices={plan.devices}"]
         self.gang = gang
@@ -402,7 +402,7 @@ def _damage(path: Path, rng: random.Random) -> str:
 # -- surroundings -----------------------------------------------------------------------------------------------------
 
 
-def _prepare(folder: Path, plan: Plan) -> Path:
+def prepare(folder: Path, plan: Plan) -> Path:
     """Texts and config of both runs."""
     folder.mkdir(parents=True, exist_ok=True)
     if left := [name for name in ("reference", "broken") if (folder / name).exists()]:

@@ -98,7 +98,7 @@ def _raw(path: Path, state: dict[str, Any]) -> dict[str, float]:
     began = time.perf_counter()
     with path.open("wb") as file:
         for array in arrays:
-            file.write(memoryview(array).cast("B"))
+            file.write(array.reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
     write_s = time.perf_counter() - began
@@ -106,7 +106,7 @@ def _raw(path: Path, state: dict[str, Any]) -> dict[str, float]:
     fresh = [np.empty_like(array) for array in arrays]
     with path.open("rb", buffering=0) as file:
         for array in fresh:
-            file.readinto(memoryview(array).cast("B"))
+            file.readinto(array.reshape(-1).view(np.uint8).data)
     read_s = time.perf_counter() - began
     path.unlink()
     return {"raw write": write_s, "raw read": read_s}
