@@ -25,7 +25,7 @@ from pathlib import Path
 LOSS_TOLERANCE = 1e-5  # relative; runs with other process counts add in another order
 START_TIMEOUT_S = 600.0
 DISK_BYTES = 6 * 2**20
-STEP_TIMEOUT_S = 6.0
+STEP_TIMEOUT_S = 15.0  # a busy machine may need seconds for a step
 CONFIG = '''"""Tiny model of the fault campaign, with everything on that a resume could get wrong."""
 
 from ml_collections import ConfigDict
@@ -206,8 +206,9 @@ class Training:
         return any(text in line for line in self.lines)
 
     def tail(self) -> str:
-        """The last lines of the output."""
-        return "\n".join(self.lines[-25:])
+        """The last lines of the output, and what the watchdogs said before."""
+        barks = [line for line in self.lines[:-25] if "watchdog:" in line]
+        return "\n".join([*barks, *self.lines[-25:]])
 
     def _read(self) -> None:
         assert self.process.stdout is not None
