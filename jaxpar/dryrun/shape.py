@@ -293,5 +293,11 @@ def layout_of(config: Config, num_gpus: int) -> Layout:
         precision=config.precision,
         fused_attention=can_fuse_attention(config),
         optimizer_floats=OPTIMIZER_FLOATS[config.optimizer.name],
+        gradient_bytes=gradient_bytes(config.precision, stage),
         loss_chunk_tokens=config.loss.chunk_tokens,
     )
+
+
+def gradient_bytes(precision: str, stage: int) -> int:
+    """Bytes of an element when gradients are reduced: the compute dtype, but float32 sums in a pipeline."""
+    return 4 if precision == "float32" or stage > 1 else 2

@@ -212,7 +212,8 @@ class _Model:
                 per_step += exposed + ends
             self.moved(kind, axes, reduced, layers * times, exposed * times)
             if layout.zero in (1, 2):
-                whole = (layer * layers + outside) * layout.compute_bytes
+                # Our programs hand out float32 parameters, others the compute dtype.
+                whole = (layer * layers + outside) * (layout.compute_bytes if layout.eager else 4)
                 per_step += self.collective_s("all-gather", whole, axes)
                 self.moved("all-gather", axes, whole, 1, self.collective_s("all-gather", whole, axes))
         if layout.replica > 1:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxpar.config import Config
-from jaxpar.dryrun.shape import OPTIMIZER_FLOATS, Layout, ModelShape, can_fuse_attention
+from jaxpar.dryrun.shape import OPTIMIZER_FLOATS, Layout, ModelShape, can_fuse_attention, gradient_bytes
 from jaxpar.errors import UserError
 
 MOST_ACTIVE_CHUNKS = 4
@@ -149,7 +149,7 @@ class Space:
                                 precision=self.config.precision,
                                 fused_attention=fused,
                                 optimizer_floats=floats,
-                                gradient_bytes=4 if self.config.precision == "float32" else 2,
+                                gradient_bytes=gradient_bytes(self.config.precision, mesh["stage"]),
                                 loss_chunk_tokens=self.config.loss.chunk_tokens,
                             )
 
