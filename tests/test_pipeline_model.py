@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar.build import model_maker
-from jaxpar.config import Config, LossConfig, ModelConfig, ParallelConfig, PipelineConfig
+from jaxpar.config import Config, LossConfig, ModelConfig, MoeConfig, ParallelConfig, PipelineConfig
 from jaxpar.errors import UserError
 from jaxpar.mesh import make_mesh
 from jaxpar.models.sharder import UNSHARDED
@@ -143,6 +143,9 @@ def sweep():
                     "parallel": {"stage": stages, **other}, "schedule": schedule, "chunks": chunks, "remat": remat,
                     "model": {"num_layers": 8, "tied": bool(number % 2)}, "microbatches": (2, 4)[stages == 4],
                 }  # fmt: skip
+    moe = {"moe": MoeConfig(num_experts=4, balance_loss=0.1, router_z_loss=0.01)}
+    yield {"model": moe, "parallel": {"stage": 2, "expert": 2, "data": 2}, "microbatches": 2}
+    yield {"model": moe, "parallel": {"stage": 4, "expert": 2}, "schedule": "1f1b", "microbatches": 4}
     for layers, stages, chunks in ((10, 3, 1), (30, 4, 1), (30, 4, 2), (9, 8, 1)):
         yield {"model": {"num_layers": layers}, "parallel": {"stage": stages}, "chunks": chunks}
 

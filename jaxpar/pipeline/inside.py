@@ -70,4 +70,5 @@ def inside(layout: Layout, *, by_hand: tuple[str, ...]) -> InsideLayout:
     """`layout` for functions in which `by_hand` of the batch axes, and `stage`, are split already."""
     rows = tuple(axis for axis in layout.rules.axes("batch") if axis not in by_hand)
     fields: dict[str, Any] = {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
-    return InsideLayout(**(fields | {"rules": Rules({**layout.rules.table, "batch": rows})}))
+    fields["rules"] = Rules({**layout.rules.table, "batch": rows})
+    return InsideLayout(**fields)
