@@ -67,7 +67,7 @@ class Built:
         return self.pipeline.to_stages(tree) if self.pipeline else tree
 
 
-def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Built:
+def build(config: Config, devices: Sequence[Any] | None = None) -> Built:
     """Everything a run needs; traces shapes but computes nothing. `model.vocab_size` must be known.
 
     Raises `UserError` for a mesh, a rule or a size that does not fit.
