@@ -21,7 +21,7 @@ class Scores(NamedTuple):
 
     scale: float
     soft_cap: float | None = None
-    tile: int = 1024
+    tile: int = 512
 
 
 class Place(NamedTuple):

@@ -1,0 +1,114 @@
+"""Context parallelism as the compiler sees it: even work, bytes on the wire, memory that falls with the axis.
+
+    python scripts/benchmarks/context.py
+
+`run()` prints one row per number and returns them. Programs are compiled for absent H100s and never run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from compiled import Compiled, Row, compile_for, mesh_of, report
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import context
+from jaxpar.config import Config, ModelConfig, ParallelConfig
+
+HEADS, KV_HEADS, HEAD_DIM, BYTES = 8, 4, 64, 2
+MODES = ("ring", "all_to_all", "all_gather")
+
+
+def run() -> list[dict[str, Any]]:
+    """All rows."""
+    return report(row for part in (_work(), _wire(), _against_sequence_parallel(), _memory()) for row in part)
+
+
+def _work() -> Iterator[Row]:
+    """Visible pairs of tokens per device, most over least."""
+    for places in (2, 4, 8):
+        pieces = np.split(context.stream_order(8192, places), places)
+        work = [int((piece + 1).sum()) for piece in pieces]
+        natural = [int((piece + 1).sum()) for piece in np.split(np.arange(8192), places)]
+        detail = f"in the order of the row it would be {max(natural) / min(natural):.1f}"
+        yield Row(f"causal work, most over least, ring of {places}", max(work) / min(work), (1.0, 1.1), detail)
+
+
+def _attention(mode: str, size: int, length: int, *, gradient: bool, kv_heads: int = KV_HEADS) -> Compiled:
+    """One attention of one row, bfloat16, compiled for `size` GPUs."""
+    mesh = mesh_of({"context": size})
+    config = Config(
+        seq_len=length,
+        model=ModelConfig(num_heads=HEADS, num_kv_heads=kv_heads, head_dim=HEAD_DIM, vocab_size=128),
+        parallel=ParallelConfig(data=1, context=size, context_mode=mode),  # pyright: ignore[reportArgumentType]
+    )
+    plan = context.choose(config, context=size, tensor=1, stage=1)
+    assert plan is not None
+    spec = P(None, "context", None, None)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return context.attend(
+            q, k, v, None, None, scores=context.Scores(HEAD_DIM**-0.5), plan=plan, mesh=mesh, q_spec=spec, kv_spec=spec
+        )
+
+    def backward(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, tuple]:
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(cotangent)
+
+    sharding = NamedSharding(mesh, spec)
+    make = lambda heads: jax.ShapeDtypeStruct((1, length, heads, HEAD_DIM), jnp.bfloat16, sharding=sharding)  # noqa: E731
+    inputs = make(HEADS), make(kv_heads), make(kv_heads)
+    return compile_for(backward, mesh, *inputs, make(HEADS)) if gradient else compile_for(attend, mesh, *inputs)
+
+
+def _wire() -> Iterator[Row]:
+    """Bytes that one device sends in the forward pass, over the textbook's."""
+    length = 8192
+    for mode in MODES:
+        for size in (2, 4, 8):
+            head = length // size * HEAD_DIM * BYTES  # one head of a device's tokens
+            kv_heads = math.lcm(KV_HEADS, size) if mode == "all_to_all" else KV_HEADS
+            textbook = {
+                "ring": (size - 1) * 2 * KV_HEADS * head,
+                "all_gather": (size - 1) * 2 * KV_HEADS * head,
+                "all_to_all": (size - 1) / size * 2 * (HEADS + kv_heads) * head,
+            }[mode]
+            found = sum(_attention(mode, size, length, gradient=False).wire_bytes.values())
+            yield Row(f"bytes sent over the textbook's, {mode}, {size} GPUs", found / textbook, (0.99, 1.01))
+
+
+def _against_sequence_parallel() -> Iterator[Row]:
+    """One layer at 10 240 tokens: all-to-all attention against the gathers and scatters of Megatron."""
+    length, size, width = 10_240, 8, HEADS * HEAD_DIM
+    found = sum(_attention("all_to_all", size, length, gradient=True).wire_bytes.values())
+    # Two gathers and two scatters of the stream forward, as many backward (Korthikanti et al., arXiv:2205.05198).
+    megatron = 8 * (size - 1) / size * length * width * BYTES
+    yield Row("all-to-all bytes over Megatron sequence parallelism, 10k tokens", found / megatron, (0.0, 0.6))
+
+
+def _memory() -> Iterator[Row]:
+    """Temporary bytes of forward and backward x the axis, relative to a smaller axis.
+
+    A ring of two needs no loop and less room, so the ring is compared from four on.
+    """
+    for length in (32_768, 131_072):
+        for mode, least in (("ring", 4), ("all_to_all", 2)):
+            first = _attention(mode, least, length, gradient=True, kv_heads=HEADS).temp_bytes * least
+            found = _attention(mode, 8, length, gradient=True, kv_heads=HEADS).temp_bytes * 8 / first
+            yield Row(f"temp bytes x axis, {mode}, {length} tokens, 8 GPUs over {least}", found, (0.9, 1.1))
+
+
+if __name__ == "__main__":
+    run()
