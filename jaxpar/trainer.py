@@ -91,7 +91,8 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
                 step, built = tuning.bind(weights.load(tuning.abstract_base), step)
         start = int(state.step)
         writer = stack.enter_context(_writer(config, workdir, start, is_main))
-        loader = stack.enter_context(_loader(data, config, built, extra))
+        with watch.busy("loader"):
+            loader = stack.enter_context(_loader(data, config, built, extra))
         run = Run(
             config=config,
             step_fn=step,
