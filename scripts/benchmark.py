@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import pkgutil
 import sys
 from pathlib import Path
 
@@ -17,9 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main(argv: list[str]) -> int:
     sys.path.insert(0, str(ROOT / "scripts"))
-    names = sorted(
-        module.name for module in pkgutil.iter_modules([str(ROOT / "scripts" / "benchmarks")]) if "_" not in module.name
-    )
+    files = (ROOT / "scripts" / "benchmarks").glob("*.py")
+    names = sorted(path.stem for path in files if "\ndef run(" in path.read_text())
     parser = argparse.ArgumentParser(description="Ratios from one run.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all rows")
