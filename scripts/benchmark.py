@@ -6,6 +6,7 @@ Without a name every part runs. Rows print as they come; --json=OUT keeps them.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import sys
@@ -30,7 +31,8 @@ def main(argv: list[str]) -> int:
     rows = []
     for name in args.parts or names:
         print(f"== {name}", flush=True)
-        rows += [{"part": name, **row} for row in importlib.import_module(f"benchmarks.{name}").run()]
+        found = importlib.import_module(f"benchmarks.{name}").run()
+        rows += [{"part": name, **(dataclasses.asdict(row) if dataclasses.is_dataclass(row) else row)} for row in found]
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2, default=str) + "\n")
     return 0

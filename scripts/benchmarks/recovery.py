@@ -14,14 +14,15 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from jaxpar.runtime import campaign
 
 BOUND = 3.0
 
 
-def run(processes: int = 2) -> list[tuple[str, float, float, bool]]:
-    """Measure and print; rows of (name, ratio, bound, kept)."""
+def run(processes: int = 2) -> list[dict[str, Any]]:
+    """Measure and print; rows with the ratio found and its limit."""
     with tempfile.TemporaryDirectory() as temporary:
         plan = campaign.Plan(folder=Path(temporary), steps=5000, processes=processes)
         config = campaign.prepare(plan.folder, plan)
@@ -32,8 +33,8 @@ def run(processes: int = 2) -> list[tuple[str, float, float, bool]]:
         for rank in (processes - 1, 0):  # the last one, and the one that coordinates
             seconds = _time_to_recover(plan, config, workdir, rank)
             name = f"recovery from SIGKILL of process {rank} / warm start"
-            rows.append((name, seconds / warm_s, BOUND, seconds <= BOUND * warm_s))
-            kept = "ok" if rows[-1][3] else "MISSED"
+            rows.append({"name": name, "found": seconds / warm_s, "limit": BOUND})
+            kept = "ok" if seconds <= BOUND * warm_s else "MISSED"
             print(
                 f"{name:<52} {seconds / warm_s:5.2f} <= {BOUND:g} {kept}  {seconds:.1f} s / {warm_s:.1f} s", flush=True
             )
