@@ -76,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    return 0 if all(kept for *_, kept in run(args.processes)) else 1
+    return 0 if all(row["found"] <= row["limit"] for row in run(args.processes)) else 1
 
 
 if __name__ == "__main__":
