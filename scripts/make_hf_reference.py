@@ -69,6 +69,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "phi3": ("phi3", {**_rope(1e4, partial_rotary_factor=0.5), **WINDOW}, "bfloat16"),
     "gpt_neox": ("gpt_neox", {**_rope(1e4, partial_rotary_factor=0.25), "num_key_value_heads": None}, "bfloat16"),
     "smollm3": ("smollm3", {**_rope(5e6), "no_rope_layers": [1, 0]}, "bfloat16"),
+    "mixtral": ("mixtral", {**_rope(1e6), "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+                "bfloat16"),
+    "qwen3_moe": ("qwen3_moe", {**_rope(1e6), "head_dim": 12, "moe_intermediate_size": 8, "num_experts": 4,
+                                "num_experts_per_tok": 2, "norm_topk_prob": False}, "bfloat16"),
 }  # fmt: skip
 
 
@@ -225,9 +229,29 @@ def run(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     loss = (nll * weights).sum() / weights.sum()
     loss.backward()
-    stored = {"lm_head.weight": "embed_out.weight"} if model.config.model_type == "gpt_neox" else {}
-    grads = {f"grad/{stored.get(key, key)}": parameter.grad.numpy() for key, parameter in model.named_parameters()}
+    grads = {}
+    for key, parameter in model.named_parameters():
+        grads |= {f"grad/{name}": grad.numpy() for name, grad in _stored(key, parameter.grad, model.config.model_type)}
     return {"logits": logits.detach().numpy(), "loss": np.float32(loss.item()), **grads}
+
+
+def _stored(key: str, grad: Any, model_type: str) -> list[tuple[str, Any]]:
+    """(name in the file, gradient) of a parameter, which transformers renames or fuses for a few families."""
+    if model_type == "gpt_neox" and key == "lm_head.weight":
+        return [("embed_out.weight", grad)]
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    if model_type == "mixtral":
+        key = key.replace(".mlp.", ".block_sparse_moe.")
+    else:
+        names = {part: f"{part}_proj" for part in names}
+    prefix, _, fused = key.rpartition(".")
+    if fused == "down_proj":
+        return [(f"{prefix}.{e}.{names['down']}.weight", grad[e]) for e in range(len(grad))]
+    if fused == "gate_up_proj":
+        half = grad.shape[1] // 2
+        parts = {"gate": grad[:, :half], "up": grad[:, half:]}
+        return [(f"{prefix}.{e}.{names[p]}.weight", part[e]) for p, part in parts.items() for e in range(len(grad))]
+    return [(key, grad)]
 
 
 def make_adapter(base: Path, folder: Path) -> None:

@@ -16,8 +16,9 @@ from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.hf import export, load_params, read_model
 from jaxpar.hf.convert import abstract_params, export_folder, import_folder
-from jaxpar.hf.family import MODULES, family_for
+from jaxpar.hf.family import family_for
 from jaxpar.hf.load import leaf_axes
+from jaxpar.models import families
 from jaxpar.tree import named_leaves
 from jaxpar.weights import check_same_model, open_weights
 
@@ -222,7 +223,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path):
         exported(tmp_path, model)
 
 
-@pytest.mark.parametrize("family", [name.removesuffix("_text") for name in MODULES])
+@pytest.mark.parametrize("family", sorted(families.PRESETS))
 def test_every_preset_has_a_counterpart(family):
     """What models/families.py presets is what the family's own config says, so a new model of it can be exported."""
     from jaxpar import config_file

@@ -30,6 +30,8 @@ MODULES = {
     "phi3": "phi3",
     "gpt_neox": "gpt_neox",
     "smollm3": "smollm3",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
 }
 
 # Keys that any config.json may have and that do not change what the model computes. Dropout is a matter of training:
@@ -82,6 +84,7 @@ class Family:
     head: str = "lm_head.weight"
     base: str = "model."
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {older name: name} of tensors
+    experts: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys for a new config.json
 
     def read_config(self, raw: Raw, ignore: Iterable[str] = ()) -> ModelConfig:
@@ -147,7 +150,7 @@ def family_for(model: ModelConfig) -> Family:
     """The family to export a model as: the one that its config names."""
     for module in dict.fromkeys(MODULES.values()):
         family = _load(module)
-        if family.preset == model.family:
+        if family.preset == model.family and family.experts == bool(model.moe.num_experts):
             return family
     raise UserError(f"model.family = {model.family!r} has no Hugging Face counterpart; jaxpar has {', '.join(MODULES)}")
 
@@ -172,8 +175,16 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         del values["rope_pattern"]
     values |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_size, "window_pattern": local_layers(model)}
     values["query_scale"] = model.query_scale or model.head_size**-0.5
-    if not model.moe.num_experts:
-        del values["moe"]
+    moe = values.pop("moe")
+    if model.moe.num_experts:
+        for name in ("balance_loss", "router_z_loss", "bias_update_rate"):  # of training
+            del moe[name]
+        if model.moe.dispatch == "dropless":
+            del moe["capacity_factor"]
+        moe["expert_dim"] = model.moe.expert_dim or model.mlp_dim
+        values |= {f"moe.{name}": value for name, value in moe.items()}
+        if not model.moe.first_dense:
+            del values["mlp_dim"]
     return values
 
 
