@@ -171,7 +171,7 @@ class Layout:
             if is_matrix(axes):
                 value = value.astype(self.compute_dtype)
             placed = self.placement(axes, value.shape, "weight")
-            looked_up = bool({"vocab", "position"} & set(axes))
+            looked_up = axes[0] in ("vocab", "position")
             return variable.replace(_gather(value, placed, self.mesh, reduce_first=looked_up))
 
         return map_parameters(place, module)
