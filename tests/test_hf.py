@@ -100,3 +100,14 @@ def tensors_of(folder) -> dict[str, tuple]:
     with safe_open(folder / "model.safetensors", "np") as tensors:
         arrays = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
+
+
+def test_copies_of_loaded_parameters_may_be_donated():
+    """Replicas are read once; a step that updates them in place must not see another device's update."""
+    built = built_for("gpt2", data=4)
+    params = load_params(DATA / "gpt2", built.config.model, built.abstract_state.params)
+    add = jax.jit(lambda tree: jax.tree.map(lambda a: a + 1.0, tree), donate_argnums=0)
+    whole = named_leaves(params_of("gpt2"))
+    for key, leaf in named_leaves(add(add(params))).items():
+        for shard in leaf.addressable_shards:
+            np.testing.assert_allclose(np.asarray(shard.data), np.asarray(whole[key]) + 2.0, rtol=1e-6, err_msg=key)

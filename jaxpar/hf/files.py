@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 class TensorFiles:
     """The tensors of a folder by name: shapes and dtypes at once, values by parts when asked."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        from safetensors import SafetensorError, safe_open
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError
 
         self.folder = folder
-        self._handles: dict[str, Any] = {}  # by tensor name
+        self._paths: dict[str, Path] = {}  # by tensor name
+        self._open: dict[Path, Any] = {}
         problems: list[str] = []
         for path, promised in _files(folder).items():
             if not path.is_file():
@@ -53,33 +54,47 @@ class TensorFiles:
                 problems.append(f"{path}: no such file; {INDEX} says it holds {len(promised)} tensors ({listed}, ...)")
                 continue
             try:
-                handle = stack.enter_context(safe_open(path, "np"))
+                names = set(self._handle(path).keys())
             except (SafetensorError, OSError) as error:
                 problems.append(f"{path}: cannot be read ({error}); copy it again")
                 continue
-            names = set(handle.keys())
             if lost := sorted(promised - names):
                 problems.append(f"{path}: lacks {', '.join(lost)}, which {INDEX} says it holds")
-            for name in sorted(names & self._handles.keys()):
+            for name in sorted(names & self._paths.keys()):
                 problems.append(f"{path}: holds {name} once more; a tensor must be in one file")
-            self._handles |= dict.fromkeys(names, handle)
+            self._paths |= dict.fromkeys(names, path)
         raise_together(problems)
 
     @property
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._handles)
+        return set(self._paths)
 
     def slices(self, name: str) -> Any:
         """The tensor, to be read by parts: `slices(name)[a:b]`, `.get_shape()`, `.get_dtype()`."""
-        return self._handles[name].get_slice(name)
+        return self._handle(self._paths[name]).get_slice(name)
+
+    def release(self) -> None:
+        """Close the files; they are opened again when asked for."""
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
+
+    def _handle(self, path: Path) -> Any:
+        from safetensors import safe_open
+
+        if path not in self._open:
+            self._open[path] = safe_open(path, "np").__enter__()
+        return self._open[path]
 
 
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[TensorFiles]:
     """The tensors of a folder; raises one `UserError` for everything that is wrong with its files."""
-    with ExitStack() as stack:
-        yield TensorFiles(Path(folder), stack)
+    tensors = TensorFiles(Path(folder))
+    try:
+        yield tensors
+    finally:
+        tensors.release()
 
 
 def carry(source: Path, target: Path) -> list[str]:

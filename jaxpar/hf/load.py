@@ -49,7 +49,10 @@ def load_params(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     with files.open_tensors(folder) as tensors:
         plan = Plan.make(family, model, leaf_axes(abstract))
         names = _match(plan, family, tensors, tied=model.tied)
-        named = {leaf: _load_leaf(plan, leaf, names, tensors, like) for leaf, (_, like) in plan.axes_and_like.items()}
+        named = {}
+        for leaf, (_, like) in plan.axes_and_like.items():
+            named[leaf] = _load_leaf(plan, leaf, names, tensors, like)
+            tensors.release()  # mapped pages count as memory until then
     return from_named(abstract, named)
 
 
@@ -174,7 +177,7 @@ def _read_part(
     """The part `index` of a parameter, in its own dtype; rows that pad the vocabulary are zero."""
     tensor, sizes = plan.by_leaf[leaf], plan.sizes[leaf]
     bounds = {name: slice(*i.indices(dim)) for name, i, dim in zip(axes, index, like.shape)}
-    out = np.zeros([b.stop - b.start for b in bounds.values()], like.dtype)
+    out = _aligned_zeros([b.stop - b.start for b in bounds.values()], like.dtype)
     piece = next(piece for piece in tensor.pieces if piece.leaf == leaf)
     kept = [name for name in axes if name not in tensor.counted]
     order = [piece.names.index(name) for name in kept]
@@ -188,3 +191,11 @@ def _read_part(
             block = tensor.read(tensors.slices(names[name]), leaf, stored, plan.sizes)
             out[place][rows] = block.transpose(order)
     return out
+
+
+def _aligned_zeros(shape: list[int], dtype: Any) -> np.ndarray:
+    """Zeros that start at a multiple of 64 bytes, which a CPU device takes over without a copy."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.zeros(size + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + size].view(dtype).reshape(shape)
