@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def built_for(name: str, pipeline: bool = False, **parallel: int) -> Built:
         parallel=ParallelConfig(**({"data": 1} | parallel)),
         pipeline=PipelineConfig(schedule="1f1b", microbatches=2) if pipeline else PipelineConfig(),
     )
-    count = int(np.prod(list(parallel.values()), dtype=int)) if parallel else 1
+    count = math.prod(size for axis, size in parallel.items() if axis != "zero")
     return build(config, jax.devices()[:count])
 
 
