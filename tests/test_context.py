@@ -95,7 +95,9 @@ def references():
     return References()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "ring" else pytest.mark.sweep) for name in MODELS]
+)
 def test_model(name: str, references: References):
     parallel, model, settings = MODELS[name]
     assert_same(tiny(parallel=parallel, model=model, **settings), references)
