@@ -30,10 +30,10 @@ train: $(STAMP)
 	$(BIN)/python scripts/train.py --config=configs/quickstart.py --workdir=runs/quickstart --devices=8 $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m "sweep or not sweep" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "sweep or not sweep" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
