@@ -28,7 +28,8 @@ def with_balance(optimizer: optax.GradientTransformation, rate: float) -> optax.
             return ordinary
         return ordinary.replace(-rate * jnp.sign(gradient[...]))
 
-    return optax.GradientTransformation(optimizer.init, update)
+    rule: Any = update
+    return optax.GradientTransformation(optimizer.init, rule)
 
 
 def _is_variable(node: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +99,12 @@ def feed(
     `experts` are those of this device. Exact for any distribution of the tokens: nothing is dropped.
     """
     claims = sort_claims(chosen, num_experts)
-    size = buffer_size(*chosen.shape, num_experts)
+    size = buffer_size(chosen.shape[0], chosen.shape[1], num_experts)
     y = _round(x, weights, experts, claims, jnp.int32(0), size, activation, across)
     if size < x.shape[0]:
         later = math.ceil(size * LATER / MULTIPLE) * MULTIPLE
-        y = y + _later_rounds(x, weights, experts, claims, size, later, activation, across)
+        more: Any = _later_rounds(x, weights, experts, claims, size, later, activation, across)
+        y = y + more
     return y
 
 
@@ -154,7 +155,9 @@ def _later_backward(
 
     def body(carry: tuple[jax.Array, tuple]) -> tuple[jax.Array, tuple]:
         rank, total = carry
-        run = lambda *inputs: _round(*inputs, claims, rank, size, activation, across)  # noqa: E731
+        run = lambda x, weights, experts: _round(  # noqa: E731
+            x, weights, experts, claims, rank, size, activation, across
+        )
         grads = jax.vjp(run, x, weights, experts)[1](cotangent)
         return rank + size, jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, grads)
 

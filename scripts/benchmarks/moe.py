@@ -45,7 +45,7 @@ def _flops() -> Iterator[Row]:
     """Matmul FLOPs of forward and backward on one GPU; the loop of later rounds counted as running once."""
     for name, (tokens, width, hidden, experts, k) in SIZES.items():
         mesh = mesh_of({"one": 1})
-        make = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+        make: Any = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
 
         def step(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: Experts, experts: int = experts) -> Any:
             y, pull = jax.vjp(lambda x, weights, w: feed(x, chosen, weights, w, experts, "silu"), x, weights, w)
@@ -73,13 +73,14 @@ def _wire() -> Iterator[Row]:
             y = feed(flat(x), flat(chosen), flat(weights), w, experts, "silu", Across(*across))
             return y.reshape(x.shape)
 
-        specs = Experts(P("expert"), P("expert"), P("expert"))
+        split: Any = P("expert")
+        specs = Experts(split, split, split)
         return expert_parallel.run_experts(
             kernel, x, chosen, weights, w, mesh=mesh, x_spec=ALL, y_spec=ALL, experts_specs=specs
         )
 
-    rows = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, ALL))
-    split = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P("expert")), dtype=jnp.bfloat16)
+    rows: Any = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, ALL))
+    split: Any = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P("expert")), dtype=jnp.bfloat16)
     found = compile_for(
         layer, mesh, rows((8, tokens, width), jnp.bfloat16), rows((8, tokens, k), jnp.int32),
         rows((8, tokens, k), jnp.float32),
