@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.build import Built, build
-from jaxpar.config import Config, ParallelConfig, PipelineConfig
+from jaxpar.config import Config, MoeConfig, ParallelConfig, PipelineConfig
 from jaxpar.mesh import AXES
 from jaxpar.models.loss import Sums
 from jaxpar.step import row_keys_of
@@ -96,6 +96,7 @@ def shrunk(config: Config) -> Config:
         window=None if model.window is None else min(model.window, seq_len // 4),
         attention="xla",
         query_scale=None,
+        moe=_few_experts(model.moe, degree["expert"], width),
     )
     pipeline = dataclasses.replace(config.pipeline, microbatches=_microbatches(config))
     rows = config.accumulation * _product(degree, "replica", "data", "expert") * (pipeline.microbatches or 1)
@@ -115,6 +116,16 @@ def _few_heads(heads: int, kv_heads: int, tensor: int) -> tuple[int, int]:
     """As few heads as keep the group size and how KV heads meet the tensor axis: split, or repeated."""
     few = next(n for n in (2 * tensor, tensor, kv_heads) if kv_heads % n == 0)
     return few * (heads // kv_heads), few
+
+
+def _few_experts(moe: MoeConfig, expert_axis: int, width: int) -> MoeConfig:
+    """As few and as small experts as keep the choice: groups, experts per token, more than one expert per shard."""
+    if not moe.num_experts:
+        return moe
+    unit = math.lcm(expert_axis, moe.num_groups)
+    wanted = max(2 * moe.experts_per_token, 2 * unit)
+    few = min(moe.num_experts, -(-wanted // unit) * unit)
+    return dataclasses.replace(moe, num_experts=few, expert_dim=width, first_dense=min(moe.first_dense, 1))
 
 
 def _product(degree: dict[str, int], *axes: str) -> int:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def tokenizer_of(settings: DataConfig) -> Tokenizer | None:
     """The tokenizer of the config; None where the default is set and the tokens were made elsewhere."""
     kinds = {source.source for source in settings.sources} if settings.source == "mixture" else {settings.source}
-    if settings.tokenizer == "bytes" and not kinds & {"python_stdlib", "files"}:
+    if settings.tokenizer == "bytes" and not kinds & {"python_stdlib", "files", "chat"}:
         return None
     return load_tokenizer(settings.tokenizer, bos_token=settings.bos_token, eos_token=settings.eos_token)
 
