@@ -51,8 +51,8 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     applied = finite & (sums.tokens > 0)
 
-    if rules.clip_norm is not None:
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, rules.clip_norm / jnp.maximum(grad_norm, 1e-30)), grads)
+    if (limit := rules.clip_norm) is not None:
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, limit / jnp.maximum(grad_norm, 1e-30)), grads)
     old: Any = state.params
     updates, opt_state = rules.optimizer.update(grads, state.opt_state, old)
     params = optax.apply_updates(old, updates)

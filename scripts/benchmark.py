@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     for name in args.parts or names:
         print(f"== {name}", flush=True)
         found = importlib.import_module(f"benchmarks.{name}").run()
-        rows += [{"part": name, **(dataclasses.asdict(row) if dataclasses.is_dataclass(row) else row)} for row in found]
+        rows += [{"part": name, **(row if isinstance(row, dict) else dataclasses.asdict(row))} for row in found]
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2, default=str) + "\n")
     return 0
