@@ -26,8 +26,8 @@ from jaxpar.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from jaxpar.contract import class_bytes
 from jaxpar.layout_check import put, random_batch
 
-L, D, H, K, F, V, T, B = 4, 256, 8, 32, 768, 512, 128, 16
-ROUNDS = 15
+L, D, H, K, F, V, T, B = 4, 128, 4, 32, 384, 512, 128, 16
+ROUNDS = 11
 LAYOUTS = {
     "1 device": ({"data": 1}, 1),
     "data 8": ({"data": 8}, 8),
