@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from jaxpar.config import Config
 from jaxpar.mesh import make_mesh
 from jaxpar.models.transformer import Transformer
 from jaxpar.optim import make_optimizer, make_schedule
-from jaxpar.pipeline.model import Pipeline, make_pipeline
 from jaxpar.precision import Precision, precision
 from jaxpar.sharding import Layout, Placement, make_layout
 from jaxpar.state import TrainState, abstract_with_shardings, init_state, state_shardings
 from jaxpar.step import GradFn, StepRules, accumulated, eval_step, train_step, value_and_grad
+
+if TYPE_CHECKING:
+    from jaxpar.pipeline.model import Pipeline
 
 FIRST_LOSS_SCALE = 2.0**15
 BATCH_DTYPES = {
@@ -82,6 +84,8 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Built:
     evaluate = functools.partial(eval_step, sharder=layout)
     pipeline = None
     if config.parallel.stage > 1:
+        from jaxpar.pipeline.model import make_pipeline  # only pipelines pay for its import
+
         pipeline = make_pipeline(config, layout, jax.eval_shape(make_model, jax.random.key(0)))
         layout, evaluate = pipeline.layout, pipeline.evaluate
         make_model = _arranged(make_model, pipeline)

@@ -8,20 +8,18 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxpar import config_file, validate
 from jaxpar.build import Built, build
-from jaxpar.chat import open_chat
 from jaxpar.checkpoint import Checkpoints, folders
 from jaxpar.config import Config
 from jaxpar.contract import check_step, class_bytes
 from jaxpar.data import Data, Loader, open_data, required_vocab
 from jaxpar.errors import UserError
 from jaxpar.loop import Outcome, Run, evaluator, run_steps
-from jaxpar.lora import make_tuning
 from jaxpar.mesh import simulate_devices
 from jaxpar.metrics import MetricsWriter, Progress, Throughput, peak_flops_per_s
 from jaxpar.models.count import flops_per_token
@@ -29,7 +27,10 @@ from jaxpar.optim import decay_counts
 from jaxpar.report import size_text
 from jaxpar.runtime.watch import make_watch
 from jaxpar.state import TrainState
-from jaxpar.weights import Weights, check_same_model, open_weights, start_state
+
+if TYPE_CHECKING:
+    from jaxpar.lora import Tuning
+    from jaxpar.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +60,13 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
     config = resolved(config, len(jax.devices()))
     _check_workdir(workdir)
     weights = _initial_weights(config, workdir)
-    tuning = make_tuning(config) if config.lora.rank else None
+    tuning = _tuning(config)
     built = tuning.built if tuning else build(config)
     is_main = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(make_watch(config, workdir))
         with watch.busy("data"):
-            data = open_chat(config) if config.data.source == "chat" else open_data(config, workdir)
+            data = _open(config, workdir)
         progress = stack.enter_context(_progress(config, is_main))
         _describe(config, built, data, progress.message)
         _tell_changes(config, workdir, progress.message)
@@ -163,9 +164,28 @@ def _initial_weights(config: Config, workdir: Path) -> Weights | None:
     resumes = folders.steps(workdir / "checkpoints") and not config.lora.rank  # an adapter needs its base each time
     if config.init_from is None or resumes:
         return None
+    from jaxpar.weights import check_same_model, open_weights
+
     weights = open_weights(config.init_from)
     check_same_model(weights, config.model)
     return weights
+
+
+# What most runs do not need is imported where it is needed: start-up counts.
+def _tuning(config: Config) -> Tuning | None:
+    if not config.lora.rank:
+        return None
+    from jaxpar.lora import make_tuning
+
+    return make_tuning(config)
+
+
+def _open(config: Config, workdir: Path) -> Data:
+    if config.data.source != "chat":
+        return open_data(config, workdir)
+    from jaxpar.chat import open_chat
+
+    return open_chat(config)
 
 
 def _tell_changes(config: Config, workdir: Path, say: Any) -> None:
@@ -198,6 +218,8 @@ def _first_state(
         say(f"resuming after step {restored.step}")
         return restored.state, restored.extra
     if weights is not None:
+        from jaxpar.weights import start_state
+
         say(f"starting from {weights.folder}" + ("" if weights.step is None else f", step {weights.step}"))
         return start_state(built, weights), None
     return built.init(jax.random.key(config.seed)), None
