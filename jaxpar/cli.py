@@ -63,13 +63,10 @@ class Parser(argparse.ArgumentParser):
             problems.extend(self._unknown(unknown))
         if self.takes_config:
             args.config_path = args.config or self._config_path(rest)
-            loaded: list[str] = []
-            with collect(loaded):
-                args.config = config_file.load(args.config_path, overrides)
-            # A config that did not load has no numbers to check.
-            if self.check and not loaded:
-                loaded = validate.problems(args.config, args.devices)
-            problems += loaded
+            args.config, wrong = config_file.read(args.config_path, overrides)
+            problems += wrong
+            if self.check:
+                problems += config_file.independent(validate.problems(args.config, args.devices), wrong)
         raise_together(problems)
         return args
 

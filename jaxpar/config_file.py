@@ -76,14 +76,37 @@ class _Setting:
 
 def load(path: str | Path | None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
     """The config of a file (None: the defaults) with overrides such as `"parallel.tensor=4"`."""
+    config, problems = read(path, overrides)
+    raise_together(problems)
+    return config
+
+
+def read(path: str | Path | None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> tuple[Config, list[str]]:
+    """As `load`, but with the problems as a list; settings that are wrong have their defaults in the config."""
     problems: list[str] = []
     values: Mapping[str, Any] = {}
     if path is not None:
         with collect(problems):
             values = _read(Path(path))
-    config = _assemble(values, overrides, place=str(path or "config"), problems=problems)
-    raise_together(problems)
-    return config
+    return _assemble(values, overrides, place=str(path or "config"), problems=problems), problems
+
+
+def independent(found: Iterable[str], wrong: Iterable[str]) -> list[str]:
+    """Those of the `found` problems that do not speak of a section in which a setting is `wrong`.
+
+    A check that saw a default in the place of a wrong setting would tell of a problem that is not there. A wrong
+    thing that names no setting, such as an unreadable file, leaves nothing to check.
+    """
+    named = [_sections_named(problem) for problem in wrong]
+    if not all(named):
+        return []
+    doubtful = set().union(*named)
+    return [problem for problem in found if not doubtful & _sections_named(problem)]
+
+
+def _sections_named(problem: str) -> set[str]:
+    words = re.findall(r"[a-z_][a-z_0-9.]*[a-z_0-9]", problem.replace(COMMAND_LINE, " "))
+    return {word.split(".")[0] for word in words if word in known_keys() or word in _sections()}
 
 
 def from_dict(values: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:

@@ -90,6 +90,23 @@ def test_flags_overrides_and_sizes_are_reported_together():
         parse("--devices=0", "--config=nowhere.py")
 
 
+def test_a_wrong_value_does_not_hide_the_checks_of_other_sections():
+    with pytest.raises(UserError) as caught:
+        parse("--config.optimizer.learning_rate=abc", "--config.global_batch=7", "--config.parallel.data=8")
+    assert [p.split(":")[0].split(" = ")[0] for p in caught.value.problems] == [
+        "--config.optimizer.learning_rate",
+        "global_batch",
+    ]
+    # The mesh was mistyped: what its default does not fit says nothing.
+    with pytest.raises(UserError) as caught:
+        parse("--config.paralel.tensor=2", "--config.parallel.data=3", "--devices=8", "--config.model.head_dim=33")
+    assert len(caught.value.problems) == 2
+    assert not any("devices" in problem for problem in caught.value.problems)
+    with pytest.raises(UserError) as caught:
+        parse("--config=absent.py", "--config.parallel.data=3", "--devices=8")
+    assert len(caught.value.problems) == 1
+
+
 def test_exit_codes_and_streams(tmp_path: Path):
     fine = run(tmp_path, "--config.steps=5", "--devices=8", "--workdir", "w")
     assert (fine.returncode, fine.stdout, fine.stderr) == (0, "5 8 w False\n", "")
