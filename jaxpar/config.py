@@ -272,6 +272,7 @@ class ChatConfig:
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One run."""
+    base: Literal["float32", "int8", "nf4"] = "float32"  # how the frozen weights are held
 
     steps: int = 1000
     seed: int = 0

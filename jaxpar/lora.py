@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) on frozen weights, by logical target names.
 
 A target's weight W becomes W + alpha / rank * A B, one layer at a time, inside the step. The frozen weights are an
-argument of the step and never its result: they have no gradient, no optimizer state, and no way to change.
+argument of the step and never its result: they have no gradient, no optimizer state, and no way to change. They may be
+held as int8 or nf4 (`jaxpar.quantised`); a layer then restores its own while it runs.
 Dims: L layers, R rank.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +27,12 @@ from jaxpar.models.sharder import Sharder
 from jaxpar.models.transformer import Block, Transformer
 from jaxpar.names import SIDES
 from jaxpar.precision import precision
-from jaxpar.sharding import Placement
+from jaxpar.quantised import Held, Kind, held, quantised, restored, rounded
+from jaxpar.sharding import Layout, Placement
 from jaxpar.state import abstract_with_shardings, init_state, state_shardings
 from jaxpar.step import StepRules, accumulated, eval_step, train_step
+
+log = logging.getLogger(__name__)
 
 TARGETS = {
     "q": ("attention", "q"),
@@ -79,7 +84,7 @@ class Adapted(nnx.Module):
 
 
 class _MergingSharder:
-    """`inner`, except that a layer with an adapter gets merged weights."""
+    """`inner`, except that frozen weights are restored, and that a layer with an adapter gets merged ones."""
 
     def __init__(self, inner: Sharder) -> None:
         self.inner = inner
@@ -89,7 +94,9 @@ class _MergingSharder:
 
     def weights(self, module: Any) -> Any:
         """The weights that the layer uses."""
-        return self.inner.weights(merged(module.block, module.adapter) if isinstance(module, Adapted) else module)
+        if isinstance(module, Adapted):
+            return self.inner.weights(merged(restored(module.block), module.adapter))
+        return self.inner.weights(restored(module))
 
 
 def check_targets(config: LoraConfig, model: Transformer) -> None:
@@ -127,10 +134,13 @@ def merged(block: Block, adapter: Adapter) -> Block:
     return block
 
 
-def merge(model: Transformer, adapter: Adapter) -> Transformer:
-    """The whole model with the adapter in its weights; for generation, evaluation and export."""
-    whole = jax.tree.map(lambda a: a, model)
-    whole.blocks = jax.vmap(merged)(model.blocks, adapter)
+def merge(model: Transformer, adapter: Adapter, base: Kind = "float32") -> Transformer:
+    """The whole model with the adapter in its weights, float32; for generation, evaluation and export.
+
+    `base` is what the adapter was trained on: a model that was held as codes is rounded to them first.
+    """
+    whole = rounded(jax.tree.map(lambda a: a, model), base)
+    whole.blocks = jax.vmap(merged)(whole.blocks, adapter)
     return whole
 
 
@@ -151,7 +161,31 @@ class Tuning:
     """A run that trains an adapter. `built.step(state, batch, base)` and `built.evaluate(adapter, batch, base)`."""
 
     built: Built
-    abstract_base: Any  # ShapeDtypeStructs with shardings
+    abstract_base: Any  # the frozen weights as the step takes them: ShapeDtypeStructs with shardings
+    abstract_read: Any  # the same before they are held as codes: what `weights.load` is asked for
+
+    def load(self, weights: Any) -> Transformer:
+        """The frozen weights of `jaxpar.weights.Weights`, placed; codes where `lora.base` asks for them.
+
+        A parameter's float32 shards are given up as soon as its codes are there.
+        """
+        kind = self.built.config.lora.base
+        read = weights.load(self.abstract_read)
+        if kind == "float32":
+            return read
+        leaves = jax.tree.leaves(read, is_leaf=lambda n: isinstance(n, nnx.Variable))
+        goals = jax.tree.leaves(self.abstract_base, is_leaf=lambda n: isinstance(n, (Held, nnx.Variable)))
+        structure = jax.tree.structure(read, is_leaf=lambda n: isinstance(n, nnx.Variable))
+        del read
+        done = []
+        for i, goal in enumerate(goals):
+            leaf, leaves[i] = leaves[i], None
+            if isinstance(goal, Held):
+                shardings = jax.tree.map(lambda a: a.sharding, goal)
+                held_leaf = jax.jit(functools.partial(held, kind=kind), out_shardings=shardings)(leaf)
+                leaf = jax.block_until_ready(held_leaf)
+            done.append(leaf)
+        return jax.tree.unflatten(structure, done)
 
     def bind(self, base: Transformer, step: Callable[..., Any]) -> tuple[Callable[..., Any], Built]:
         """The compiled step without its last argument, and the build whose evaluation lacks it too."""
@@ -168,8 +202,8 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
             "pipelined; use parallel.tensor or parallel.zero = 3 to fit the model"
         )
     frozen = build(dataclasses.replace(config, lora=LoraConfig()), devices)
-    layout, abstract_base = frozen.layout, frozen.abstract_state.params
-    make: Any = functools.partial(make_adapter, config=config.lora, model=abstract_base)
+    layout, abstract_read = frozen.layout, frozen.abstract_state.params
+    make: Any = functools.partial(make_adapter, config=config.lora, model=abstract_read)
     scale = FIRST_LOSS_SCALE if precision(config.precision).loss_scaling else 1.0
     init = functools.partial(init_state, make_model=make, optimizer=frozen.optimizer, initial_scale=scale)
     abstract = jax.eval_shape(init, jax.random.key(config.seed))
@@ -203,7 +237,27 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
         shardings=shardings,
         placements=placements,
     )
-    return Tuning(built, abstract_base)
+    return Tuning(built, _abstract_base(abstract_read, config, layout), abstract_read)
+
+
+def _abstract_base(read: Transformer, config: Config, layout: Layout) -> Any:
+    """The frozen weights as `lora.base` holds them."""
+    kind = config.lora.base
+    if kind == "float32":
+        return read
+    if config.remat != "full":
+        log.warning(
+            "lora.base = %r with remat = %r: every layer's float weights are kept for the backward pass, which costs "
+            "more memory than the codes save; set remat to 'full'",
+            kind,
+            config.remat,
+        )
+    abstract = jax.eval_shape(functools.partial(quantised, kind=kind), read)
+    placements = layout.placements(abstract)
+    shardings = jax.tree.map(
+        lambda p: layout.sharding(p.parameter), placements, is_leaf=lambda node: isinstance(node, Placement)
+    )
+    return abstract_with_shardings(abstract, shardings)
 
 
 def make_adapter(key: jax.Array, config: LoraConfig, model: Transformer) -> Adapter:

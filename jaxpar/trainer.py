@@ -89,7 +89,7 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             start_from = None if tuning else weights
             state, extra = _first_state(config, built, checkpoints, start_from, progress.message)
             if tuning is not None and weights is not None:
-                step, built = tuning.bind(weights.load(tuning.abstract_base), step)
+                step, built = tuning.bind(tuning.load(weights), step)
         start = int(state.step)
         writer = stack.enter_context(_writer(config, workdir, start, is_main))
         with watch.busy("loader"):

@@ -32,7 +32,7 @@ AT_LEAST = {
     0: """seed model.dropout model.moe.num_experts model.moe.num_shared model.moe.first_dense model.moe.balance_loss
         model.moe.router_z_loss model.moe.bias_update_rate optimizer.learning_rate optimizer.warmup_steps
         optimizer.decay_steps optimizer.final_fraction optimizer.weight_decay optimizer.b1 optimizer.b2
-        optimizer.momentum optimizer.eps loss.z_loss loss.label_smoothing data.eval_fraction""",
+        optimizer.momentum optimizer.eps loss.z_loss loss.label_smoothing data.eval_fraction lora.rank""",
 }
 MORE_THAN_ZERO = """model.norm_eps model.rope.base model.rope.local_base model.rope.attention_factor
     model.rope.fraction model.rope.low_freq_factor model.rope.high_freq_factor model.rope.beta_fast
@@ -366,6 +366,11 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.sources: weights {weights} must be at least 0 and not all 0"
     starts = [start for start, _ in data.phases]
     if starts != sorted(set(starts)):
+    if config.lora.base != "float32" and not config.lora.rank:
+        yield (
+            f"lora.base = {config.lora.base!r} is for frozen weights, but lora.rank = 0 trains all of them; "
+            "set lora.rank, or lora.base to 'float32'"
+        )
         yield f"data.phases: first steps {starts} must rise"
     for start, phase_weights in data.phases:
         if len(phase_weights) != len(weights) or min(phase_weights) < 0 or sum(phase_weights) == 0:

@@ -6,6 +6,7 @@ Whoever trains, generates or evaluates asks for parameters in the layout it want
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,8 @@ class Weights:
 
         base = self.base.load(abstract)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, base)
-        return jax.jit(lora.merge, out_shardings=shardings, donate_argnums=0)(base, self.load_adapter())
+        merge = functools.partial(lora.merge, base=self.config.lora.base)
+        return jax.jit(merge, out_shardings=shardings, donate_argnums=0)(base, self.load_adapter())
 
     @property
     def base(self) -> Weights:
