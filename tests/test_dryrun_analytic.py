@@ -28,8 +28,9 @@ from jaxpar.dryrun.memory import in_flight, memory_by_class, state_bytes
 from jaxpar.dryrun.shape import Layout, ModelShape, group_span, layout_of, model_shape
 from jaxpar.dryrun.speed import estimate_step
 from jaxpar.dryrun.targets import find_target
-from jaxpar.dryrun.work import flops_per_gpu, model_flops_per_token
+from jaxpar.dryrun.work import flops_per_gpu, layer_matmuls, model_flops_per_token
 from jaxpar.errors import UserError
+from jaxpar.models.count import flops_per_token, matmul_parameters, parameter_count
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ModelShape(
@@ -44,6 +45,9 @@ GPUS = {
     "gpt3_175b": 1024,
     "mt_nlg_530b": 2240,
     "qwen3_8b": 256,
+    "mixtral_8x7b": 64,
+    "qwen3_30b_a3b": 64,
+    "deepseek_v3": 1024,
     "quickstart": 8,
 }
 
@@ -108,6 +112,22 @@ def test_flops_of_a_known_step():
 
 def test_mfu_counts_no_recomputation():
     assert model_flops_per_token(SHAPE) == pytest.approx(6 * 7_504_658_432 + 3 * 32 * 4 * 2048 * 4096, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_matmuls_and_parameters_are_those_of_the_model(name):
+    """The matmuls of the dry run have the weights that MFU counts, and its parameters are the model's."""
+    given = ["model.vocab_size=259"] if name == "quickstart" else []
+    config = config_file.load(ROOT / f"configs/{name}.py", given)
+    shape = model_shape(config)
+    matmuls = sum(
+        one.flops_per_token / 2 * count for kind, count in shape.kinds for one in layer_matmuls(kind, Layout())
+    )
+    model = dataclasses.replace(config.model, max_position=shape.positions or None)
+    assert matmuls + model.true_vocab * model.embed_dim == matmul_parameters(model)
+    assert model_flops_per_token(shape) == flops_per_token(model, config.seq_len)
+    padding = shape.padding_rows * shape.embed_dim * (1 if shape.tied else 2)
+    assert shape.num_parameters() - padding == parameter_count(model)
 
 
 BASE = Layout(data=64, zero=1, remat="attention", microbatch_rows=2, num_microbatches=2)

@@ -74,6 +74,20 @@ def test_child_without_a_result(fake_child, tmp_path):
         run_child(tmp_path, timeout_s=60, module=module)
 
 
+def test_child_gets_tools_of_its_own(fake_child, tmp_path, monkeypatch):
+    """The CUDA toolkit is not needed: the compiler is pointed to stand-ins, after flags that the user set."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_cuda_data_dir=/elsewhere")
+    module = fake_child("import os; print(os.environ['XLA_FLAGS'])")
+    with pytest.raises(CompileFailedError) as caught:
+        run_child(tmp_path, timeout_s=60, module=module)
+    folder = Path(str(caught.value).split("--xla_gpu_cuda_data_dir=")[2].split()[0])
+    assert folder.parent == tmp_path
+    answer = subprocess.run([folder / "bin" / "ptxas", "--version"], capture_output=True, text=True, check=True)
+    assert "release 13" in answer.stdout
+    subprocess.run([folder / "bin" / "ptxas", "in.ptx", "-o", str(tmp_path / "out.cubin"), "-arch=sm_90a"], check=True)
+    assert (tmp_path / "out.cubin").read_bytes() == b""
+
+
 def test_memory_error_is_named():
     assert "ran out of memory" in explain_exit(1, "Traceback\nMemoryError: no")
 

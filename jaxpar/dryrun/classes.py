@@ -13,8 +13,7 @@ import dataclasses
 
 from jaxpar.dryrun.compile import CompiledStep
 from jaxpar.dryrun.hlo import Instruction, Module, Shape
-from jaxpar.dryrun.memory import layers_per_stage
-from jaxpar.dryrun.shape import Layout, ModelShape
+from jaxpar.dryrun.shape import Layout, ModelShape, layers_per_stage
 
 CLASSES: tuple[str, ...] = ("parameters", "gradients", "optimizer", "activations", "temporaries", "logits", "buffers")
 

@@ -25,6 +25,7 @@ from jaxpar.config import Config
 from jaxpar.dryrun.hlo import Module, read_module
 from jaxpar.dryrun.shape import can_fuse_attention
 from jaxpar.dryrun.targets import GpuTarget
+from jaxpar.dryrun.toolchain import make_toolchain
 from jaxpar.errors import UserError
 
 DEFAULT_TIMEOUT_S = 900.0
@@ -148,7 +149,8 @@ def run_child(folder: Path, *, timeout_s: float, module: str = "jaxpar.dryrun.ch
     environment = dict(os.environ)
     environment["JAX_PLATFORMS"] = "cpu"  # the plugin compiles without ever looking for a driver
     dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_module_re=.*step.*"
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {dump}".strip()
+    tools = make_toolchain(folder / "cuda")
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {dump} {tools}".strip()
     environment["TF_CPP_MIN_LOG_LEVEL"] = environment.get("TF_CPP_MIN_LOG_LEVEL", "1")
     command = [sys.executable, "-m", module, str(folder)]
     log_path = folder / "log.txt"

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 
-from jaxpar.dryrun.shape import Layout, Leaf, ModelShape
+from jaxpar.dryrun.shape import Layout, Leaf, ModelShape, layers_per_stage
 
 ZERO_AXES = ("data", "context", "expert")
 _TENSOR_NAMES = ("heads", "mlp", "vocab")
@@ -91,11 +91,6 @@ def leaf_bytes(leaf: Leaf, shape: ModelShape, layout: Layout, *, layers: int) ->
     )
 
 
-def layers_per_stage(shape: ModelShape, layout: Layout) -> int:
-    """Layers of the fullest stage; every stage has room for as many."""
-    return layout.chunks * math.ceil(shape.num_layers / (layout.stage * layout.chunks))
-
-
 def state_leaves(shape: ModelShape, layout: Layout) -> tuple[tuple[Leaf, LeafBytes], ...]:
     """Every parameter with its bytes on one GPU."""
     # What does not matter here is set to its default, so that layouts that differ only there share one computation.
@@ -142,7 +137,7 @@ def state_bytes(shape: ModelShape, layout: Layout) -> StateBytes:
 def kept_elements_per_token(shape: ModelShape, layout: Layout) -> float:
     """Elements of the compute dtype that the backward pass of one layer needs, per token of the GPU's shard."""
     D, F = shape.embed_dim, _mlp_width(shape)
-    queries, keys = shape.num_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries, keys = shape.num_heads * shape.attention_dim, shape.kv_heads * shape.attention_dim
     tensor = layout.tensor
     stream = D / (tensor if layout.sequence_parallel else 1)
     kv = keys / tensor if shape.kv_heads % tensor == 0 else keys / shape.kv_heads

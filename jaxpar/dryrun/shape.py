@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxpar.config import Config
+from jaxpar.config import Config, LatentConfig, ModelConfig, MoeConfig
 from jaxpar.errors import UserError
 from jaxpar.validate import resolved_degrees
 
@@ -55,7 +55,12 @@ class ModelShape:
     norms_per_layer: int = 2
     qk_norm: str = "none"
     window: int | None = None
-    windowed_share: float = 0.0  # share of the layers whose attention has the window
+    window_pattern: tuple[bool, ...] = (True,)  # repeated over the layers; False: full attention there
+    padding_rows: int = 0  # of `vocab`, which no token has
+    kv_rank: int = 0  # latent attention: features that keys and values are made from; 0: ordinary attention
+    query_rank: int = 0  # latent attention: the same of queries; 0: straight from the residual stream
+    rope_dim: int = 0  # latent attention: rotary features of a head besides head_dim
+    value_dim: int = 0  # latent attention: features of a head's values
     num_experts: int = 0
     experts_per_token: int = 0
     expert_dim: int = 0
@@ -68,19 +73,58 @@ class ModelShape:
         """Weight matrices of one MLP."""
         return 3 if self.gated else 2
 
+    @property
+    def attention_dim(self) -> int:
+        """Features of a head in the attention kernel; latent attention pads its values to that of its keys."""
+        return self.head_dim + self.rope_dim
+
+    @property
+    def kinds(self) -> tuple[tuple[ModelShape, int], ...]:
+        """The model cut into layers of one kind each, and how many of them: with experts, and dense."""
+        dense = self.first_dense if self.num_experts else 0
+        if dense == 0:
+            return ((self, self.num_layers),)
+        return (self, self.num_layers - dense), (dataclasses.replace(self, num_experts=0, first_dense=0), dense)
+
+    def model(self) -> ModelConfig:
+        """The sizes as `jaxpar.models.count` wants them."""
+        return ModelConfig(
+            num_layers=self.num_layers,
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            mlp_dim=self.mlp_dim,
+            vocab_size=self.vocab - self.padding_rows,
+            tied=self.tied,
+            gated=self.gated,
+            window=self.window,
+            window_pattern=self.window_pattern,
+            moe=MoeConfig(
+                num_experts=self.num_experts,
+                experts_per_token=self.experts_per_token,
+                expert_dim=self.expert_dim,
+                num_shared=self.num_shared,
+                first_dense=self.first_dense,
+            ),
+            latent=LatentConfig(
+                kv_rank=self.kv_rank,
+                query_rank=self.query_rank or None,
+                rope_dim=self.rope_dim,
+                value_dim=self.value_dim,
+            ),
+        )
+
     def leaves(self, *, moe: bool | None = None) -> tuple[Leaf, ...]:
         """Every parameter, those of a layer once; `moe` chooses between the two kinds of layer."""
         D, H, G, K, V = self.embed_dim, self.num_heads, self.kv_heads, self.head_dim, self.vocab
         moe = self.num_experts > 0 if moe is None else moe
+        norms = 2 if self.layer_norm else 1  # scale, and bias
         out = [
             Leaf("embedding", (V, D), ("vocab", "embed"), False),
             Leaf("final_norm", (D,), ("embed",), False),
-            Leaf("q", (D, H, K), ("embed", "heads", "head_dim")),
-            Leaf("k", (D, G, K), ("embed", "kv_heads", "head_dim")),
-            Leaf("v", (D, G, K), ("embed", "kv_heads", "head_dim")),
-            Leaf("out", (H, K, D), ("heads", "head_dim", "embed")),
+            *(self._latent_leaves(norms) if self.kv_rank else self._attention_leaves()),
         ]
-        norms = 2 if self.layer_norm else 1  # scale, and bias
         out += [Leaf(f"norm{i}", (D,), ("embed",)) for i in range(self.norms_per_layer * norms)]
         if self.layer_norm:
             out.append(Leaf("final_norm_bias", (D,), ("embed",), False))
@@ -88,7 +132,7 @@ class ModelShape:
             out.append(Leaf("positions", (self.positions, D), ("position", "embed"), False))
         if not self.tied:
             out.append(Leaf("head", (D, V), ("embed", "vocab"), False))
-        if self.qkv_bias:
+        if self.qkv_bias and not self.kv_rank:
             out.append(Leaf("q_bias", (H, K), ("heads", "head_dim")))
             out += [Leaf(f"{name}_bias", (G, K), ("kv_heads", "head_dim")) for name in "kv"]
         if self.out_bias:
@@ -99,6 +143,30 @@ class ModelShape:
             out += [Leaf("q_norm", (H, K), ("heads", "head_dim")) for _ in range(norms)]
             out += [Leaf("k_norm", (G, K), ("kv_heads", "head_dim")) for _ in range(norms)]
         return tuple(out) + (self._expert_leaves() if moe else self._mlp_leaves(self.mlp_dim))
+
+    def _attention_leaves(self) -> tuple[Leaf, ...]:
+        D, H, G, K = self.embed_dim, self.num_heads, self.kv_heads, self.head_dim
+        return (
+            Leaf("q", (D, H, K), ("embed", "heads", "head_dim")),
+            Leaf("k", (D, G, K), ("embed", "kv_heads", "head_dim")),
+            Leaf("v", (D, G, K), ("embed", "kv_heads", "head_dim")),
+            Leaf("out", (H, K, D), ("heads", "head_dim", "embed")),
+        )
+
+    def _latent_leaves(self, norms: int) -> tuple[Leaf, ...]:
+        D, H, K, R, C, Q = (
+            self.embed_dim, self.num_heads, self.head_dim, self.rope_dim, self.kv_rank, self.query_rank,
+        )  # fmt: skip
+        into, width = ("embed", "latent"), ("latent", "heads", "head_dim")
+        out = [Leaf("q", (D, H, K + R), ("embed", "heads", "head_dim"))]
+        if Q:
+            out = [Leaf("q_down", (D, Q), into), Leaf("q", (Q, H, K + R), width)]
+            out += [Leaf("q_norm", (Q,), ("latent",)) for _ in range(norms)]
+        out += [Leaf("kv_down", (D, C + R), into), Leaf("kv_up", (C, H, K + self.value_dim), width)]
+        out += [Leaf("kv_norm", (C,), ("latent",)) for _ in range(norms)]
+        if self.qkv_bias:
+            out += [Leaf("down_bias", (width,), ("latent",)) for width in (Q, C + R) if width]
+        return (*out, Leaf("out", (H, self.value_dim, D), ("heads", "head_dim", "embed")))
 
     def _mlp_leaves(self, width: int, prefix: str = "") -> tuple[Leaf, ...]:
         D = self.embed_dim
@@ -201,25 +269,24 @@ def group_span(sizes: Mapping[str, int], axes: tuple[str, ...], gpus_per_node: i
     return nodes, max(1, round(len(members) / nodes))
 
 
+def layers_per_stage(shape: ModelShape, layout: Layout) -> int:
+    """Layers of the fullest stage; every stage has room for as many."""
+    return layout.chunks * math.ceil(shape.num_layers / (layout.stage * layout.chunks))
+
+
 def model_shape(config: Config) -> ModelShape:
     """The sizes of a config's model; its vocabulary must be known."""
     model = config.model
-    assert model.vocab_size is not None, "the config's vocabulary size must be filled in first"
-    vocab = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
     learned = (model.max_position or config.seq_len) if model.positions == "learned" else 0
-    pattern = model.window_pattern
-    windowed = 0.0
-    if model.window is not None and model.window < config.seq_len:
-        windowed = sum(pattern[i % len(pattern)] for i in range(model.num_layers)) / model.num_layers
-    moe = model.moe
+    moe, latent = model.moe, model.latent
     return ModelShape(
         num_layers=model.num_layers,
         embed_dim=model.embed_dim,
         num_heads=model.num_heads,
-        kv_heads=model.num_kv_heads or model.num_heads,
-        head_dim=model.head_dim or model.embed_dim // model.num_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_size,
         mlp_dim=model.mlp_dim,
-        vocab=vocab,
+        vocab=model.padded_vocab,
         seq_len=config.seq_len,
         tied=model.tied,
         gated=model.gated,
@@ -231,7 +298,12 @@ def model_shape(config: Config) -> ModelShape:
         norms_per_layer=4 if model.norm_placement == "both" else 2,
         qk_norm=model.qk_norm,
         window=model.window,
-        windowed_share=windowed,
+        window_pattern=model.window_pattern,
+        padding_rows=model.padded_vocab - model.true_vocab,
+        kv_rank=latent.kv_rank,
+        query_rank=(latent.query_rank or 0) if latent.kv_rank else 0,
+        rope_dim=latent.rope_dim if latent.kv_rank else 0,
+        value_dim=model.value_size if latent.kv_rank else 0,
         num_experts=moe.num_experts,
         experts_per_token=moe.experts_per_token if moe.num_experts else 0,
         expert_dim=(moe.expert_dim or model.mlp_dim) if moe.num_experts else 0,
@@ -244,7 +316,7 @@ def model_shape(config: Config) -> ModelShape:
 def can_fuse_attention(config: Config) -> bool:
     """Whether the attention of this config has a cuDNN kernel on a GPU."""
     model = config.model
-    head_dim = model.head_dim or model.embed_dim // model.num_heads
+    head_dim = model.head_size + (model.latent.rope_dim if model.latent.kv_rank else 0)
     return (
         model.attention != "xla"
         and config.precision in ("bf16", "fp16", "fp8")

@@ -10,8 +10,8 @@ import dataclasses
 
 from jaxpar.dryrun.assumptions import Assumptions
 from jaxpar.dryrun.links import collective_time_s, exposed_time_s, matmul_time_s
-from jaxpar.dryrun.memory import layers_per_stage, state_leaves
-from jaxpar.dryrun.shape import Layout, ModelShape, group_span
+from jaxpar.dryrun.memory import state_leaves
+from jaxpar.dryrun.shape import Layout, ModelShape, group_span, layers_per_stage
 from jaxpar.dryrun.targets import GpuTarget
 from jaxpar.dryrun.work import (
     REMAT,
@@ -85,23 +85,23 @@ class _Model:
         flops = attention_flops_per_token(self.shape, self.layout, causal_half=self.layout.fused_attention)
         flops *= self.tokens * runs
         if self.layout.fused_attention:
-            seconds = self._matmul_s(flops, (self.shape.head_dim,), attention=True)
+            seconds = self._matmul_s(flops, (self.shape.attention_dim,), attention=True)
             if self.layout.first_flash:
                 seconds *= self.assumed.attention_efficiency / self.assumed.first_flash_efficiency
             return seconds
         length = self.shape.seq_len / self.layout.context
         rows = self.layout.microbatch_rows * self.shape.num_heads / self.layout.tensor
         traffic = rows * length * length * 4 * 6 * runs  # scores, softmax and weights in float32
-        return max(self._matmul_s(flops, (self.shape.head_dim, length)), self._memory_s(traffic))
+        return max(self._matmul_s(flops, (self.shape.attention_dim, length)), self._memory_s(traffic))
 
     def _memory_s(self, size_bytes: float) -> float:
         return size_bytes / (self.gpu.hbm_bytes_per_s * self.assumed.hbm_efficiency)
 
-    def _elementwise_s(self) -> float:
+    def _elementwise_s(self, shape: ModelShape) -> float:
         """Norms, residual adds, rotation and activation of one forward pass: memory traffic and launches."""
-        shape, layout = self.shape, self.layout
+        layout = self.layout
         stream = shape.embed_dim / (layout.tensor if layout.sequence_parallel else 1)
-        heads = (shape.num_heads + 2 * shape.kv_heads) * shape.head_dim / layout.tensor
+        heads = (shape.num_heads + 2 * shape.kv_heads) * shape.attention_dim / layout.tensor
         width = shape.mlp_dim
         if shape.num_experts:
             width = (shape.experts_per_token + shape.num_shared) * shape.expert_dim
@@ -113,16 +113,23 @@ class _Model:
         return self._memory_s(elements * self.tokens * layout.compute_bytes) + 16 * self.assumed.launch_s
 
     def layer_times(self) -> tuple[float, float]:
-        """(forward, backward with recomputation) compute of one layer."""
-        matmuls = layer_matmuls(self.shape, self.layout)
+        """(forward, backward with recomputation) compute of the average layer."""
+        forward = backward = 0.0
+        for kind, count in self.shape.kinds:
+            one = self._kind_times(kind)
+            forward += one[0] * count / self.shape.num_layers
+            backward += one[1] * count / self.shape.num_layers
+        return forward, backward
+
+    def _kind_times(self, shape: ModelShape) -> tuple[float, float]:
         weights = {}
-        for one in matmuls:
+        for one in layer_matmuls(shape, self.layout):
             dims = (one.rows, one.columns, self.tokens * max(one.tokens_factor, 1.0))
             weights[one.name] = self._matmul_s(one.flops_per_token * self.tokens, dims)
-        again = sum(weights[one.name] for one in recomputed_matmuls(self.shape, self.layout))
+        again = sum(weights[one.name] for one in recomputed_matmuls(shape, self.layout))
         again *= REMAT[self.layout.remat].share
         forward_runs, backward_runs = attention_runs(self.layout)
-        elementwise = self._elementwise_s()
+        elementwise = self._elementwise_s(shape)
         forward = sum(weights.values()) + self._attention_s(forward_runs) + elementwise
         backward = 2 * sum(weights.values()) + again + self._attention_s(backward_runs) + 2 * elementwise
         if self.layout.remat != "none":
@@ -161,7 +168,7 @@ class _Model:
     def context_payload(self) -> float:
         """Bytes of the keys and values of a whole row's heads."""
         layout = self.layout
-        keys = 2 * self.tokens * self.shape.kv_heads * self.shape.head_dim / layout.tensor
+        keys = 2 * self.tokens * self.shape.kv_heads * self.shape.attention_dim / layout.tensor
         return keys * layout.compute_bytes * layout.context
 
     def expert_s(self) -> float:

@@ -1,14 +1,15 @@
 """Closed-form FLOPs and collective volumes of one training step, per GPU.
 
-FLOPs count what the program runs, recomputation included; `model_flops_per_token` is the convention of MFU:
-6 x matmul parameters + attention (causal: half of the square), nothing recomputed.
+FLOPs count what the program runs, recomputation and padding included. What MFU counts is `jaxpar.models.count`'s, the
+one formula of the project; the matmuls listed here have the same weights, which a test checks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from jaxpar.dryrun.shape import Layout, ModelShape
+from jaxpar.dryrun.shape import Layout, ModelShape, layers_per_stage
+from jaxpar.models.count import flops_per_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,7 @@ class LayerMatmul:
 def layer_matmuls(shape: ModelShape, layout: Layout) -> list[LayerMatmul]:
     """Weight matmuls of one layer with the dims one GPU computes."""
     D, tensor = shape.embed_dim, layout.tensor
-    queries = shape.num_heads * shape.head_dim / tensor
-    keys = shape.kv_heads * shape.head_dim / (tensor if shape.kv_heads % tensor == 0 else 1)
-    out = [LayerMatmul("q", D, queries), LayerMatmul("k", D, keys), LayerMatmul("v", D, keys)]
-    out.append(LayerMatmul("out", queries, D))
+    out = _latent_projections(shape, tensor) if shape.kv_rank else _projections(shape, tensor)
     into = ("gate", "up") if shape.gated else ("up",)
     widths = [("", float(shape.mlp_dim), 1.0)]
     if shape.num_experts:
@@ -46,13 +44,29 @@ def layer_matmuls(shape: ModelShape, layout: Layout) -> list[LayerMatmul]:
     return out
 
 
+def _projections(shape: ModelShape, tensor: int) -> list[LayerMatmul]:
+    D, queries = shape.embed_dim, shape.num_heads * shape.head_dim / tensor
+    keys = shape.kv_heads * shape.head_dim / (tensor if shape.kv_heads % tensor == 0 else 1)
+    return [
+        LayerMatmul("q", D, queries), LayerMatmul("k", D, keys), LayerMatmul("v", D, keys),
+        LayerMatmul("out", queries, D),
+    ]  # fmt: skip
+
+
+def _latent_projections(shape: ModelShape, tensor: int) -> list[LayerMatmul]:
+    """Latent attention: the way into the latent features is the same on every GPU of a tensor group."""
+    D, heads, K, C = shape.embed_dim, shape.num_heads / tensor, shape.head_dim, shape.kv_rank
+    out = [LayerMatmul("q", shape.query_rank or D, heads * (K + shape.rope_dim))]
+    if shape.query_rank:
+        out.append(LayerMatmul("q_down", D, shape.query_rank))
+    out += [LayerMatmul("kv_down", D, C + shape.rope_dim), LayerMatmul("kv_up", C, heads * (K + shape.value_dim))]
+    return [*out, LayerMatmul("out", heads * shape.value_dim, D)]
+
+
 def attention_flops_per_token(shape: ModelShape, layout: Layout, *, causal_half: bool = True) -> float:
-    """Forward FLOPs of scores and weighted sum of one layer, per token; averaged over windowed and full layers."""
-    full = shape.seq_len * (0.5 if causal_half else 1.0)
-    span = full
-    if shape.windowed_share and shape.window is not None:
-        span = full * (1 - shape.windowed_share) + min(full, shape.window) * shape.windowed_share
-    return 4 * span * shape.num_heads * shape.head_dim / layout.tensor
+    """Forward FLOPs of scores and weighted sum of one layer, per token. A window hides scores but spares none."""
+    span = shape.seq_len * (0.5 if causal_half else 1.0)
+    return 4 * span * shape.num_heads * shape.attention_dim / layout.tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +97,8 @@ def recomputed_matmuls(shape: ModelShape, layout: Layout) -> list[LayerMatmul]:
     policy = REMAT[layout.remat]
     if policy.kept is None:
         return []
-    return [
-        one for one in layer_matmuls(shape, layout) if one.name not in policy.kept and not one.name.endswith("down")
-    ]
+    last = {"down", "expert_down", "shared_down"}
+    return [one for one in layer_matmuls(shape, layout) if one.name not in policy.kept | last]
 
 
 def attention_runs(layout: Layout) -> tuple[float, float]:
@@ -103,29 +116,23 @@ def tokens_per_pass(shape: ModelShape, layout: Layout) -> float:
 
 
 def flops_per_gpu(shape: ModelShape, layout: Layout) -> float:
-    """Matmul FLOPs of one step, on the average GPU."""
+    """Matmul FLOPs of one step, on the average GPU; layers that only fill up a stage are computed too."""
     tokens = tokens_per_pass(shape, layout) * layout.num_microbatches
-    layers = shape.num_layers / layout.stage
-    weights = sum(one.flops_per_token for one in layer_matmuls(shape, layout))
-    again = sum(one.flops_per_token for one in recomputed_matmuls(shape, layout)) * REMAT[layout.remat].share
-    forward, backward = attention_runs(layout)
-    attention = attention_flops_per_token(shape, layout, causal_half=layout.fused_attention)
-    per_layer = 3 * weights + again + attention * (forward + backward)
+    layers = sum(layer_flops_per_token(kind, layout) * count for kind, count in shape.kinds) / shape.num_layers
+    layers *= layers_per_stage(shape, layout)
     head = 2.0 * shape.embed_dim * shape.vocab / layout.tensor / layout.stage
     head *= 4 if layout.loss_chunk_tokens is not None and layout.loss_chunk_tokens < shape.seq_len else 3
-    return tokens * (layers * per_layer + head)
+    return tokens * (layers + head)
+
+
+def layer_flops_per_token(shape: ModelShape, layout: Layout) -> float:
+    """Matmul FLOPs of one layer and token on one GPU: forward, backward and what is computed again."""
+    weights = sum(one.flops_per_token for one in layer_matmuls(shape, layout))
+    again = sum(one.flops_per_token for one in recomputed_matmuls(shape, layout)) * REMAT[layout.remat].share
+    attention = attention_flops_per_token(shape, layout, causal_half=layout.fused_attention)
+    return 3 * weights + again + attention * sum(attention_runs(layout))
 
 
 def model_flops_per_token(shape: ModelShape) -> float:
-    """FLOPs that MFU counts: forward and backward of every matmul of the model once, causal attention halved."""
-    one = Layout()
-    weights = sum(matmul.flops_per_token for matmul in layer_matmuls(shape, one))
-    per_layer = 3 * weights + 3 * attention_flops_per_token(shape, one)
-    if shape.num_experts and shape.first_dense:
-        dense = dataclasses.replace(shape, num_experts=0)
-        dense_layer = 3 * sum(matmul.flops_per_token for matmul in layer_matmuls(dense, one))
-        dense_layer += 3 * attention_flops_per_token(shape, one)
-        layers = (shape.num_layers - shape.first_dense) * per_layer + shape.first_dense * dense_layer
-    else:
-        layers = shape.num_layers * per_layer
-    return layers + 6.0 * shape.embed_dim * shape.vocab
+    """FLOPs that MFU counts, by the formula that a training run logs with: nothing recomputed, causality counted."""
+    return flops_per_token(shape.model(), shape.seq_len)
