@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -132,7 +133,8 @@ def test_no_template_and_broken_lines_are_told(folder):
     ]  # fmt: skip
 
 
-def test_from_a_folder_over_training_to_a_merged_folder_and_an_adapter(folder):
+@pytest.mark.parametrize("base", ["float32", "nf4"])
+def test_from_a_folder_over_training_to_a_merged_folder_and_an_adapter(folder, base):
     """init_from, adapter training through the trainer, resume, then generate, export and PEFT see the tuned model."""
     model = ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, vocab_size=259, vocab_multiple=8)
     leaves = leaf_axes(abstract_params(model))
@@ -143,19 +145,25 @@ def test_from_a_folder_over_training_to_a_merged_folder_and_an_adapter(folder):
         folder,
         steps=4, init_from=str(folder / "base"), log_interval=1, parallel={"data": 4, "tensor": 2}, global_batch=4,
         model={"num_layers": 2, "embed_dim": 16, "num_heads": 2, "mlp_dim": 24, "vocab_size": 259, "vocab_multiple": 8},
-        lora={"rank": 2, "alpha": 8.0, "targets": ("q", "down")}, optimizer={"learning_rate": 0.03},
+        lora={"rank": 2, "alpha": 8.0, "targets": ("q", "down"), "base": base}, remat="full",
+        optimizer={"learning_rate": 0.03, "schedule": "constant"},
         metrics={"tensorboard": False, "progress": False},
     )  # fmt: skip
     result = train(config, folder / "run")
     losses = [row["loss"] for row in result.history]
     assert losses[-1] < losses[0]
+    train(dataclasses.replace(config, steps=2), folder / "parts")
+    resumed = train(config, folder / "parts")
+    assert [row["loss"] for row in resumed.history] == losses[2:]
+    for name, leaf in named_leaves(result.state).items():
+        assert np.array_equal(leaf, named_leaves(resumed.state)[name]), name
     weights = open_weights(folder / "run")
     assert weights.step == 4
     assert weights.config is not None
-    assert weights.config.lora == LoraConfig(2, 8.0, ("q", "down"))
+    assert weights.config.lora == LoraConfig(2, 8.0, ("q", "down"), base)
     loaded = weights.load(abstract_params(weights.model))
-    base = load_params(folder / "base", weights.model, abstract_params(weights.model))
-    wanted = jax.jit(merge)(base, jax.device_get(result.state.params))
+    frozen = load_params(folder / "base", weights.model, abstract_params(weights.model))
+    wanted = jax.jit(lambda m, a: merge(m, a, base))(frozen, jax.device_get(result.state.params))
     for name, leaf in named_leaves(loaded).items():
         np.testing.assert_allclose(leaf, named_leaves(wanted)[name], atol=1e-6, err_msg=name)
     export_folder(folder / "run", folder / "tuned")
