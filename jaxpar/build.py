@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.balance import with_balance
 from jaxpar.config import Config
+from jaxpar.errors import UserError
 from jaxpar.mesh import make_mesh
 from jaxpar.models.transformer import Transformer
 from jaxpar.optim import make_optimizer, make_schedule
@@ -76,6 +77,7 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Built:
     """
     mesh = make_mesh(config.parallel, devices)
     policy = precision(config.precision)
+    _check_kernel(config, mesh, policy)
     layout = make_layout(config, mesh, policy.compute)
     schedule = make_schedule(config.optimizer, config.steps)
     optimizer = with_balance(make_optimizer(config.optimizer, schedule), config.model.moe.bias_update_rate)
@@ -126,6 +128,22 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Built:
         batch_sharding=layout.batch,
         pipeline=pipeline,
     )
+
+
+def _check_kernel(config: Config, mesh: Mesh, policy: Precision) -> None:
+    platform = mesh.devices.flat[0].platform
+    if config.model.attention != "cudnn":
+        return
+    if platform == "cpu":
+        raise UserError(
+            'model.attention = "cudnn" needs an NVIDIA GPU, and the devices are CPUs; use "auto", which takes cuDNN '
+            'where it can, or "xla"'
+        )
+    if policy.compute == jnp.float32:
+        raise UserError(
+            f'model.attention = "cudnn" has no float32, and precision = {config.precision!r}; use '
+            'precision = "bf16" or model.attention = "xla"'
+        )
 
 
 def _arranged(make_model: Callable[[jax.Array], Transformer], pipeline: Pipeline) -> Callable[[jax.Array], Transformer]:

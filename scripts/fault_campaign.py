@@ -27,6 +27,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder, removed at the end)")
     args = parser.parse_args(argv)
+    if min(args.rounds, args.processes, args.steps) < 1 or args.devices % args.processes or args.minutes <= 0:
+        parser.error("--rounds, --processes, --steps and --minutes are above 0; --devices divides by --processes")
     with tempfile.TemporaryDirectory() as temporary:
         plan = campaign.Plan(
             folder=args.folder or Path(temporary),

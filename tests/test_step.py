@@ -12,6 +12,7 @@ from layouts import References, tiny
 
 from jaxpar.build import build
 from jaxpar.config import LossConfig, OptimizerConfig
+from jaxpar.errors import UserError
 from jaxpar.layout_check import gradient_errors, loss_and_gradients, put, random_batch
 from jaxpar.models.loss import cross_entropy
 from jaxpar.step import row_keys_of, train_step
@@ -186,6 +187,13 @@ def test_padded_vocabulary_rows_get_no_probability_and_no_gradient():
     assert gradients["embedding"].shape[0] == 128
     assert not gradients["embedding"][97:].any()
     assert not gradients["head"][:, 97:].any()
+
+
+def test_a_kernel_that_cannot_run_here_is_refused():
+    config = tiny()
+    cudnn = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="cudnn"))
+    with pytest.raises(UserError, match=r"model.attention.*GPU.*auto"):
+        build(cudnn, jax.devices()[:1])
 
 
 def test_rows_of_a_batch_do_not_touch_each_other():
