@@ -54,9 +54,13 @@ def report(args: argparse.Namespace) -> int:
     assumed = override(default_assumptions(gpu.name), args.assume)
     config = prepare(args.config, args.gpus, automatic=args.layout == "auto")
     if args.layout == "auto":
-        from jaxpar.planner import best_config
+        from jaxpar.planner.plan import Search, mesh_words, plan
 
-        config = best_config(config, gpu, args.gpus, gpus_per_node=args.gpus_per_node, assumed=assumed)
+        search = Search(compile=not args.no_compile, timeout_s=args.compile_timeout)
+        per_node = args.gpus_per_node
+        best = plan(config, gpu, args.gpus, gpus_per_node=per_node, assumed=assumed, search_options=search).best
+        print(f"layout chosen: {mesh_words(best.layout)}\n  {best.reason}")
+        config = best.config
     options = Options(
         gpus_per_node=args.gpus_per_node,
         compile=not args.no_compile,

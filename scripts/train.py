@@ -9,8 +9,21 @@ from jaxpar.errors import UserError
 
 
 def main(argv: list[str]) -> int:
-    parser = cli.Parser("Train a model; started again in the same folder, it resumes.", workdir=True)
+    automatic = "--layout=auto" in argv or ("--layout", "auto") in zip(argv, argv[1:])
+    # A layout that is to be replaced need not fit the devices.
+    parser = cli.Parser(
+        "Train a model; started again in the same folder, it resumes.", workdir=True, check=not automatic
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("config", "auto"),
+        default="config",
+        help="auto: the planner chooses, in place of the config",
+    )
+    parser.add_argument("--gpu", help="with --layout=auto: the kind of GPU to plan for, if not that of the devices")
     args = parser.parse(argv)
+    if args.gpu is not None and not automatic:
+        raise UserError(f"--gpu={args.gpu} is what --layout=auto plans for; training runs on the devices there are")
     if args.workdir is None:
         raise UserError("--workdir=DIR is missing: the folder that metrics and checkpoints go to")
     from jaxpar.mesh import find_processes, join_processes, simulate_devices
@@ -20,13 +33,20 @@ def main(argv: list[str]) -> int:
         simulate_devices(args.devices)
     else:
         join_processes(processes, heartbeat_s=args.config.runtime.heartbeat_s, local_devices=args.devices)
+    config = args.config
+    if automatic:
+        import jax
+
+        from jaxpar.planner.auto import with_planned_layout
+
+        config = with_planned_layout(config, args.gpu, print if jax.process_index() == 0 else lambda text: None)
     from jaxpar.loop import NonFiniteError
     from jaxpar.runtime.exits import run_guarded
     from jaxpar.trainer import train
 
     def run() -> int:
         try:
-            return train(args.config, args.workdir).outcome.exit_code
+            return train(config, args.workdir).outcome.exit_code
         except NonFiniteError as error:  # every process stops at the same step
             print(f"train.py: {error}", file=sys.stderr)
             return 1

@@ -14,11 +14,13 @@ from jaxpar import config_file, validate
 from jaxpar.dryrun.assumptions import Assumptions
 from jaxpar.dryrun.compile import missing_plugin
 from jaxpar.dryrun.run import Options, dry_run
-from jaxpar.dryrun.shape import layout_of, model_shape
+from jaxpar.dryrun.shape import Layout, layers_per_stage, layout_of, model_shape
 from jaxpar.dryrun.targets import find_target
 from jaxpar.errors import UserError
+from jaxpar.planner.auto import target_of_device, with_planned_layout
+from jaxpar.planner.candidates import ShortList, search
 from jaxpar.planner.output import plan_to_dict, settings_that_differ, write_config
-from jaxpar.planner.plan import Search, plan, search, short_list
+from jaxpar.planner.plan import Search, plan
 from jaxpar.planner.space import Limits, Space, config_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,19 +84,73 @@ def test_winner_is_the_fastest_of_all_that_fit():
     config = config_8b()
     gpu, assumed = find_target("h100"), Assumptions()
     limits = Limits(zero=(1, 3), remat=("dots", "full"), max_stage=4)
-    candidates, considered, _ = search(space_of(config, 16, **dataclasses.asdict(limits)), gpu, assumed)
+    every = search(space_of(config, 16, **dataclasses.asdict(limits)), gpu, assumed)
     found = plan(config, gpu, 16, assumed=assumed, search_options=Search(compile=False, limits=limits))
-    assert found.considered == considered
-    assert found.best.layout == candidates[0].layout
+    assert found.considered == every.considered
+    assert found.best.layout == every.fitting[0].layout
 
 
-def test_short_list_mixes_families():
-    config = config_8b()
-    candidates, _, _ = search(space_of(config, 32, remat=("full",), max_stage=4), find_target("h100"), Assumptions())
-    chosen = short_list(candidates, 12, lambda layout: True)
+def picks(chosen: ShortList, *, slowdown: dict[int, float] | None = None, usable_factor: float = 1.0):
+    """Everything a short list picks when layouts with this many stages take that much longer than their closed form."""
+    out = []
+    while (one := chosen.next()) is not None:
+        out.append(one)
+        if slowdown is not None:
+            closed = dry_run(config_of(config_8b(), one.layout), "h100", 32, options=Options(compile=False))
+            factor = slowdown.get(one.layout.stage, 1.0)
+            peak = closed.peak_bytes * (usable_factor if one.layout.stage > 1 else 1.0)
+            chosen.learn(one, dataclasses.replace(closed, step_time_s=factor * one.step_s, peak_bytes=peak))
+    return out
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    """Candidates of the 8B model on 32 GPUs."""
+    space = space_of(config_8b(), 32, remat=("full",), max_stage=4)
+    return search(space, find_target("h100"), Assumptions()).fitting
+
+
+def test_short_list_mixes_families(fitting):
+    chosen = picks(ShortList(fitting, 12, 1e12, lambda layout: True))
     assert len(chosen) == 12
     assert len({(one.layout.stage, one.layout.tensor, one.layout.replica) for one in chosen}) >= 3
-    assert chosen[0] == candidates[0]
+    assert chosen[0] == fitting[0]
+    assert len({one.order for one in chosen}) == 12
+
+
+def test_short_list_learns_what_is_slow(fitting):
+    """Once one pipeline takes twice its closed form, no other is compiled; without that several are."""
+    fastest = sorted(fitting, key=lambda one: (one.layout.stage == 1, one.step_s))
+    pipelines_first = [dataclasses.replace(one, step_s=1 + i * 1e-3) for i, one in enumerate(fastest)]
+    unaware = picks(ShortList(pipelines_first, 6, 1e12, lambda layout: True))
+    aware = picks(ShortList(pipelines_first, 6, 1e12, lambda layout: True), slowdown={2: 2.0, 4: 2.0})
+    assert sum(one.layout.stage > 1 for one in unaware) == 6
+    assert sum(one.layout.stage > 1 for one in aware) == 1
+
+
+def test_short_list_learns_what_does_not_fit(fitting):
+    usable = max(one.peak_bytes for one in fitting)
+    fastest = sorted(fitting, key=lambda one: (one.layout.stage == 1, one.step_s))
+    pipelines_first = [dataclasses.replace(one, step_s=1 + i * 1e-3) for i, one in enumerate(fastest)]
+    chosen = picks(ShortList(pipelines_first, 6, usable, lambda layout: True), slowdown={}, usable_factor=1e3)
+    assert sum(one.layout.stage > 1 for one in chosen) == 1
+
+
+def test_layouts_that_a_run_refuses_are_not_picked(fitting):
+    chosen = picks(ShortList(fitting, 5, 1e12, lambda layout: layout.tensor == 1))
+    assert len(chosen) == 5
+    assert {one.layout.tensor for one in chosen} == {1}
+
+
+def test_layers_need_not_divide_by_stages():
+    """126 layers on 16 stages waste two slots of 128; on 12 of a 31-layer model too many would be empty."""
+    space = space_of(config_8b(global_batch=64, model=model(num_layers=126)), 16)
+    assert any(layout.stage == 16 for layout in space.layouts())
+    shape = dataclasses.replace(model_shape(config_8b()), num_layers=126)
+    assert layers_per_stage(shape, Layout(stage=16)) == 8
+    small = space_of(config_8b(global_batch=64, model=model(num_layers=9)), 8)
+    assert not any(layout.stage == 8 for layout in small.layouts())
+    assert small.rejected["stages would hold too unequal numbers of layers"]
 
 
 def test_experts_are_searched():
@@ -156,6 +212,44 @@ def test_script_writes_a_plan(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text())["layouts"]
     assert config_file.load(winner).global_batch == 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GB200", "b200"),
+    ],
+)
+def test_devices_are_recognised(kind, gpu):
+    assert target_of_device(kind).name == gpu
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA GH200 480GB", "Tesla T4"])
+def test_devices_of_no_known_kind_are_named(kind):
+    with pytest.raises(UserError, match=f"{kind}.*--gpu=h100"):
+        target_of_device(kind)
+
+
+def test_layout_for_the_devices_there_are():
+    """On simulated devices the kind of GPU must be named; the rest of the config stays as it was."""
+    import jax
+
+    config = config_file.from_dict({"global_batch": 32, "seq_len": 512, "parallel": {"tensor": 3}, "seed": 7})
+    said: list[str] = []
+    with pytest.raises(UserError, match="kind 'cpu'"):
+        with_planned_layout(config, None, said.append)
+    chosen = with_planned_layout(config, "h100", said.append)
+    assert not validate.problems(chosen, len(jax.devices()))
+    assert chosen.seed == 7
+    assert chosen.model.vocab_size is None
+    (line,) = said
+    assert "fastest that fits" in line
+    assert "closed form" in line
 
 
 @pytest.mark.sweep

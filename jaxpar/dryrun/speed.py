@@ -259,6 +259,20 @@ class _Model:
         local = sum(one.optimizer_per_float for _, one in state_leaves(self.shape, self.layout))
         return self._memory_s(local * (3 + 2 * self.layout.optimizer_floats))
 
+    def weights_s(self) -> float:
+        """Per pass: float32 parameters cast for the matmuls, forward and backward, and gradients added up.
+
+        Counted in compiled programs: a cast reads 4 bytes and writes 2 an element, the sum of the passes' gradients
+        moves 24 (the layers' gradients are stacked, cast and added). Other systems keep copies and fuse the sum.
+        """
+        layout = self.layout
+        if layout.eager:
+            return 0.0
+        leaves = state_leaves(self.shape, layout)
+        cast = 0.0 if layout.precision == "float32" else sum(one.parameter for _, one in leaves) / 4 * 2 * (4 + 2)
+        summed = sum(one.gradient for _, one in leaves) / 4 * 24 if layout.num_microbatches > 1 else 0.0
+        return self._memory_s(cast + summed)
+
     def head_s(self) -> tuple[float, float]:
         """(per microbatch on the pacing stage) head forward and backward."""
         layout, shape = self.layout, self.shape
@@ -323,9 +337,10 @@ def estimate_step(
         exchange = 2 * hop * (layout.chunks * M if lock_step else layout.stage - 1 + layout.chunks)
         model.moved("collective-permute", ("stage",), chunk, 2 * layout.chunks * M, exchange)
     optimizer = model.optimizer_s()
-    busy = M * (stage_forward + stage_backward)
+    weights = M * model.weights_s()
+    busy = M * (stage_forward + stage_backward) + weights
     step = busy + bubble + exchange + M * per_pass + per_step + optimizer
-    compute = M * (layers * (forward + backward) + head_forward + head_backward)
+    compute = M * (layers * (forward + backward) + head_forward + head_backward) + weights
     tokens = layout.global_batch * shape.seq_len
     per_gpu = tokens / step / layout.num_gpus
     return StepEstimate(

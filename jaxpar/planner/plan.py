@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import heapq
-import math
 from collections.abc import Callable, Sequence
 
 from jaxpar import validate
@@ -16,9 +14,9 @@ from jaxpar.dryrun.memory import memory_by_class
 from jaxpar.dryrun.report import Report
 from jaxpar.dryrun.run import Options, analytic_report, dry_run
 from jaxpar.dryrun.shape import Layout, ModelShape, model_shape
-from jaxpar.dryrun.speed import StepEstimate, estimate_step
 from jaxpar.dryrun.targets import GpuTarget, find_target
 from jaxpar.errors import UserError
+from jaxpar.planner.candidates import Candidate, ShortList, search
 from jaxpar.planner.space import Limits, Space, check_batch, config_of
 
 MOST_GPUS = 1 << 17  # where the search for a number of GPUs that fits gives up
@@ -65,14 +63,6 @@ class Search:
     shown: int = 12
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class _Candidate:
-    step_s: float
-    order: int
-    layout: Layout = dataclasses.field(compare=False)
-    estimate: StepEstimate = dataclasses.field(compare=False)
-
-
 def mesh_words(layout: Layout) -> str:
     """A layout in a few words."""
     parts = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1] or ["one device"]
@@ -86,59 +76,7 @@ def mesh_words(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def _family(layout: Layout) -> tuple:
-    """Layouts that differ in more than detail; the short list takes from several families."""
-    return (layout.stage, layout.tensor, layout.context, layout.expert, layout.replica)
-
-
-def search(space: Space, gpu: GpuTarget, assumed: Assumptions) -> tuple[list[_Candidate], int, _Candidate | None]:
-    """(fitting candidates by predicted time, number considered, the one with the least memory)."""
-    usable = assumed.usable_bytes(gpu.memory_bytes)
-    found: list[_Candidate] = []
-    considered = 0
-    least: tuple[float, Layout] | None = None
-    for layout in space.layouts():
-        considered += 1
-        memory = memory_by_class(space.shape, layout)
-        if least is None or memory.peak < least[0]:
-            least = (memory.peak, layout)
-        if memory.peak > usable:
-            space.rejected["does not fit"] += 1
-            continue
-        estimate = estimate_step(space.shape, layout, gpu, assumed, gpus_per_node=space.gpus_per_node)
-        found.append(_Candidate(estimate.step_s, considered, layout, estimate))
-    smallest = None
-    if least is not None:
-        estimate = estimate_step(space.shape, least[1], gpu, assumed, gpus_per_node=space.gpus_per_node)
-        smallest = _Candidate(estimate.step_s, 0, least[1], estimate)
-    found.sort()
-    return found, considered, smallest
-
-
-def short_list(candidates: Sequence[_Candidate], count: int, works: Callable[[Layout], bool]) -> list[_Candidate]:
-    """The fastest candidates that `works`, at most a third of them of one family."""
-    per_family: dict[tuple, int] = {}
-    chosen: list[_Candidate] = []
-    spare: list[_Candidate] = []
-    for candidate in candidates:
-        if len(chosen) == count:
-            break
-        if candidates and candidate.step_s > 1.5 * candidates[0].step_s and len(chosen) >= count // 2:
-            break
-        if not works(candidate.layout):
-            continue
-        family = _family(candidate.layout)
-        if per_family.get(family, 0) >= max(2, math.ceil(count / 3)):
-            heapq.heappush(spare, candidate)
-            continue
-        per_family[family] = per_family.get(family, 0) + 1
-        chosen.append(candidate)
-    while len(chosen) < count and spare:
-        chosen.append(heapq.heappop(spare))
-    return sorted(chosen)
-
-
-def nothing_fits(space: Space, smallest: _Candidate | None, gpu: GpuTarget, assumed: Assumptions) -> UserError:
+def nothing_fits(space: Space, smallest: Candidate | None, gpu: GpuTarget, assumed: Assumptions) -> UserError:
     """The error that says by how much nothing fits, and what would help most."""
     if smallest is None:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in space.rejected.most_common(4))
@@ -197,81 +135,93 @@ def plan(
     check_batch(config, num_gpus)
     shape = model_shape(config)
     space = Space(config, shape, num_gpus, per_node, search_options.limits)
-    candidates, considered, smallest = search(space, target, assumed)
-    if not candidates:
-        raise nothing_fits(space, smallest, target, assumed)
-    progress(f"{considered} layouts considered, {len(candidates)} fit by the closed-form model")
-    refused: list[str] = []
+    found = search(space, target, assumed)
+    if not found.fitting:
+        raise nothing_fits(space, found.smallest, target, assumed)
+    progress(f"{found.considered} layouts considered, {len(found.fitting)} fit by the closed-form model")
 
     def works(layout: Layout) -> bool:
-        found = validate.problems(config_of(config, layout), num_gpus)
-        if found:
-            space.rejected[f"refused: {found[0].split(':')[0][:80]}"] += 1
-        return not found
+        problems = validate.problems(config_of(config, layout), num_gpus)
+        if problems:
+            space.rejected[f"refused: {problems[0].split(':')[0][:80]}"] += 1
+        return not problems
 
-    notes = []
-    compiling = search_options.compile
-    if compiling and (missing := missing_plugin()) is not None:
-        compiling = False
-        notes.append(missing)
+    missing = missing_plugin() if search_options.compile else None
+    compiling = search_options.compile and missing is None
     count = search_options.max_compiles if compiling else search_options.shown
-    chosen = short_list(candidates, count, works)
-    if not chosen:
+    chosen = ShortList(found.fitting, count, assumed.usable_bytes(target.memory_bytes), works)
+    making = _Making(config, shape, target, assumed, per_node, search_options, progress)
+    reports = making.compile(chosen) if compiling else making.closed_form(chosen)
+    if not reports:
+        reasons = making.refused or [reason for reason, _ in space.rejected.most_common()]
         raise UserError(
-            f"none of the {len(candidates)} layouts that fit passes the checks of a run: "
-            + "; ".join(reason for reason, _ in space.rejected.most_common(3))
+            f"none of the {len(found.fitting)} layouts that fit passes the checks of a run: {'; '.join(reasons[:3])}"
         )
-    reports = _reports(config, shape, chosen, target, assumed, per_node, search_options, compiling, refused, progress)
-    ranked = _ranked(config, reports)
-    if not ranked:
-        raise UserError(f"every short-listed layout was refused: {'; '.join(refused[:3])}")
     return Plan(
-        layouts=ranked,
+        layouts=_ranked(config, reports),
         rejected=tuple(space.rejected.most_common()),
-        considered=considered,
-        fitting=len(candidates),
+        considered=found.considered,
+        fitting=len(found.fitting),
         compiled=sum(report.compiled for _, report in reports),
-        refused=tuple(refused),
-        notes=tuple(notes),
+        refused=tuple(making.refused),
+        notes=(missing,) if missing is not None else (),
     )
 
 
-def _reports(
-    config: Config,
-    shape: ModelShape,
-    chosen: Sequence[_Candidate],
-    gpu: GpuTarget,
-    assumed: Assumptions,
-    per_node: int,
-    options: Search,
-    compiling: bool,
-    refused: list[str],
-    progress: Callable[[str], None],
-) -> list[tuple[Layout, Report]]:
-    """A report per short-listed layout; compiles run side by side, each in its own process."""
+class _Making:
+    """Makes the reports of short-listed layouts."""
 
-    def closed(layout: Layout) -> Report:
-        return analytic_report(config, shape, layout, gpu, assumed, gpus_per_node=per_node)
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        gpu: GpuTarget,
+        assumed: Assumptions,
+        per_node: int,
+        options: Search,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.config, self.shape, self.gpu, self.assumed = config, shape, gpu, assumed
+        self.per_node, self.options, self.progress = per_node, options, progress
+        self.refused: list[str] = []
 
-    if not compiling:
-        return [(one.layout, closed(one.layout)) for one in chosen]
+    def closed_form(self, chosen: ShortList) -> list[tuple[Layout, Report]]:
+        """Closed-form reports, fastest first."""
+        out = []
+        while (one := chosen.next()) is not None:
+            report = analytic_report(
+                self.config, self.shape, one.layout, self.gpu, self.assumed, gpus_per_node=self.per_node
+            )
+            out.append((one.layout, report))
+        return out
 
-    def compiled(layout: Layout) -> Report:
-        run_options = Options(gpus_per_node=per_node, timeout_s=options.timeout_s, assumed=assumed)
-        return dry_run(config_of(config, layout), gpu, layout.num_gpus, options=run_options)
+    def compile(self, chosen: ShortList) -> list[tuple[Layout, Report]]:
+        """Reports of compiled layouts; each compile is a process, and the next pick knows those that are done."""
+        out: list[tuple[Layout, Report]] = []
+        with concurrent.futures.ThreadPoolExecutor(self.options.parallel_compiles) as pool:
+            running: dict[concurrent.futures.Future[Report], Candidate] = {}
+            while True:
+                while len(running) < self.options.parallel_compiles and (one := chosen.next()) is not None:
+                    running[pool.submit(self._compiled, one.layout)] = one
+                if not running:
+                    return out
+                done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    candidate = running.pop(future)
+                    words = mesh_words(candidate.layout)
+                    try:
+                        report = future.result()
+                    except UserError as error:
+                        self.refused.append(f"{words}: {error}")
+                        continue
+                    chosen.learn(candidate, report)
+                    out.append((candidate.layout, report))
+                    fits = f"{report.step_time_s:.3f} s" if report.fits else "does not fit"
+                    self.progress(f"compiled {len(out)} of at most {chosen.count}: {fits}, {words}")
 
-    out: list[tuple[Layout, Report]] = []
-    with concurrent.futures.ThreadPoolExecutor(options.parallel_compiles) as pool:
-        waiting = {pool.submit(compiled, one.layout): one.layout for one in chosen}
-        for done in concurrent.futures.as_completed(waiting):
-            layout = waiting[done]
-            try:
-                out.append((layout, done.result()))
-            except UserError as error:
-                refused.append(f"{mesh_words(layout)}: {error}")
-                continue
-            progress(f"compiled {len(out)} of {len(chosen)}: {mesh_words(layout)}")
-    return out
+    def _compiled(self, layout: Layout) -> Report:
+        options = Options(gpus_per_node=self.per_node, timeout_s=self.options.timeout_s, assumed=self.assumed)
+        return dry_run(config_of(self.config, layout), self.gpu, layout.num_gpus, options=options)
 
 
 def _ranked(config: Config, reports: Sequence[tuple[Layout, Report]]) -> tuple[PlannedLayout, ...]:

@@ -15,6 +15,7 @@ from jaxpar.errors import UserError
 
 MOST_ACTIVE_CHUNKS = 4
 SHORTEST_CONTEXT_SHARD = 2048
+MOST_PADDING = 0.125  # of the layer slots of all stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +60,11 @@ class Space:
             if stage > min(shape.num_layers, self.limits.max_stage or shape.num_layers):
                 self.rejected["more stages than layers or than the limit"] += 1
                 continue
-            if stage > 1 and shape.num_layers % stage:
-                self.rejected["layers do not divide by stages"] += 1
+            if stage > 1 and shape.num_experts and shape.first_dense:
+                self.rejected["stages are made of equal layers, and the first layers have no experts"] += 1
+                continue
+            if stage > 1 and self._padding(stage, 1) > MOST_PADDING:
+                self.rejected["stages would hold too unequal numbers of layers"] += 1
                 continue
             for tensor in divisors(N // stage):
                 if not self._tensor_works(tensor):
@@ -173,8 +177,13 @@ class Space:
                 self.rejected["fewer microbatches than stages"] += 1
                 continue
             for chunks in powers_of_two(MOST_ACTIVE_CHUNKS):
-                if self.shape.num_layers % (stage * chunks) == 0:
+                if self._padding(stage, chunks) <= MOST_PADDING:
                     yield count, chunks
+
+    def _padding(self, stage: int, chunks: int) -> float:
+        """Share of the layer slots that hold no layer; slots are computed whether they hold one or not."""
+        layers, parts = self.shape.num_layers, stage * chunks
+        return 1.0 if parts > layers else 1 - layers / (parts * -(-layers // parts))
 
 
 def config_of(config: Config, layout: Layout) -> Config:
