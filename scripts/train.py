@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 from jaxpar import cli
@@ -9,7 +10,7 @@ from jaxpar.errors import UserError
 
 
 def main(argv: list[str]) -> int:
-    automatic = "--layout=auto" in argv or ("--layout", "auto") in zip(argv, argv[1:])
+    automatic = "--layout=auto" in argv or ("--layout", "auto") in itertools.pairwise(argv)
     # A layout that is to be replaced need not fit the devices.
     parser = cli.Parser(
         "Train a model; started again in the same folder, it resumes.", workdir=True, check=not automatic
