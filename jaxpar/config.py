@@ -24,8 +24,10 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn: multiplies cos and sin; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn: the blend begins and ends at whole pairs of features
     fraction: float = 1.0  # part of head_dim that is rotated
     local_base: float | None = None  # base of layers with a sliding window; None: as `base`, with scaling
+    interleaved: bool = False  # features 2i and 2i + 1 are a pair, instead of i and i + half of them (DeepSeek)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,8 @@ class MoeConfig:
     num_shared: int = 0  # experts that every token uses
     first_dense: int = 0  # leading layers with a dense MLP instead
     router: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False  # added to the router's logits
+    choice_bias: bool = False  # added to the scores for the choice alone; bias_update_rate > 0 has it too, and moves it
     normalize_weights: bool = True  # chosen weights sum to one
     weight_scale: float = 1.0
     num_groups: int = 1  # group-limited choice
@@ -57,6 +61,7 @@ class LatentConfig:
     query_rank: int | None = None  # the same for queries; None: straight from the residual stream
     rope_dim: int = 64  # rotary features of a head, besides model.head_dim without position
     value_dim: int | None = None  # features of a head's values; None: model.head_dim
+    norm_eps: float | None = None  # of the norms on compressed vectors; None: model.norm_eps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +86,21 @@ class ModelConfig:
     positions: Literal["rope", "learned", "none"] = "rope"
     rope: RopeConfig = RopeConfig()
     rope_pattern: tuple[bool, ...] = (True,)  # repeated over the layers; False: no position embedding
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"] = "silu"
+    swiglu_alpha: float = 1.702  # clamped_swiglu: g sigmoid(alpha g) (u + 1) of gate g and up u
+    swiglu_limit: float = 7.0  # clamped_swiglu: g is clamped from above, u to both sides
     gated: bool = True
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # with latent attention: on the projections to compressed vectors
     out_bias: bool = False
-    mlp_bias: bool = False
+    mlp_bias: bool = False  # of experts too
     qk_norm: Literal["none", "head", "full"] = "none"  # per head, or over all heads at once
     parallel_residual: bool = False  # attention and MLP read the same input (GPT-NeoX)
     window: int | None = None  # sliding window: a token sees itself and window - 1 before it
     window_pattern: tuple[bool, ...] = (True,)  # repeated over the layers; False: full attention there
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
-    query_scale: float | None = None  # None: head_dim ** -0.5
+    attention_sinks: bool = False  # a learned score per head that takes part in every softmax and has no value
+    query_scale: float | None = None  # None: head_dim ** -0.5; latent attention: (head_dim + rope_dim) ** -0.5
     embed_scale: float | None = None  # the embedding is multiplied by this (Gemma: sqrt(embed_dim))
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     dropout: float = 0.0  # after the embedding and on both residual branches
@@ -101,6 +109,12 @@ class ModelConfig:
     scan_layers: bool = True  # False: unrolled, for debugging
     moe: MoeConfig = MoeConfig()
     latent: LatentConfig = LatentConfig()
+
+    @property
+    def score_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        width = self.head_size + (self.latent.rope_dim if self.latent.kv_rank else 0)
+        return self.query_scale or width**-0.5
 
     @property
     def value_size(self) -> int:
@@ -258,6 +272,7 @@ class LoraConfig:
     rank: int = 0
     alpha: float = 16.0  # the update is scaled by alpha / rank
     targets: tuple[str, ...] = ("q", "k", "v", "out")  # q | k | v | out | gate | up | down
+    base: Literal["float32", "int8", "nf4"] = "float32"  # how the frozen weights are held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +287,6 @@ class ChatConfig:
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One run."""
-    base: Literal["float32", "int8", "nf4"] = "float32"  # how the frozen weights are held
 
     steps: int = 1000
     seed: int = 0

@@ -19,7 +19,7 @@ import numpy as np
 from jaxpar.build import Built, build
 from jaxpar.config import Config
 from jaxpar.errors import UserError, raise_together
-from jaxpar.kv_cache import Cache, empty_cache, extend
+from jaxpar.kv_cache import Caches, empty_caches, extend
 from jaxpar.models.sharder import Sharder
 from jaxpar.models.transformer import Transformer
 from jaxpar.precision import precision
@@ -80,7 +80,7 @@ class Generator:
         alive = np.ones(count, bool)
         with jax.default_matmul_precision(self._matmul) if self._matmul else contextlib.nullcontext():
             slots = int(lengths.max()) + max_new
-            token, cache = self._prefill(self.params, tokens, lengths, slots=slots, sampling=sampling)
+            token, caches = self._prefill(self.params, tokens, lengths, slots=slots, sampling=sampling)
             for offset in range(max_new):
                 drawn = np.asarray(token)[:count]
                 alive &= ~np.isin(drawn, list(stop))
@@ -90,7 +90,7 @@ class Generator:
                     on_tokens([int(drawn[row]) if alive[row] else None for row in range(count)])
                 if not alive.any() or offset == max_new - 1:
                     break
-                token, cache = self._step(self.params, cache, token, lengths + offset, sampling=sampling)
+                token, caches = self._step(self.params, caches, token, lengths + offset, sampling=sampling)
         return new
 
     def _rows(self, count: int) -> int:
@@ -129,23 +129,23 @@ def built_for_generation(config: Config, devices: Sequence[Any] | None = None) -
 
 def _prefill(
     params: Transformer, tokens: jax.Array, lengths: jax.Array, *, slots: int, sampling: Sampling, sharder: Sharder
-) -> tuple[jax.Array, Cache]:
-    """Prompts [B, T], padded behind their lengths [B] -> first new token [B] and a cache of `slots`."""
+) -> tuple[jax.Array, Caches]:
+    """Prompts [B, T], padded behind their lengths [B] -> first new token [B] and caches of `slots`."""
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-    cache = empty_cache(params, rows, slots, sharder)
-    x, cache = extend(params, tokens, positions, positions < lengths[:, None], cache, sharder)
+    caches = empty_caches(params, rows, slots, sharder)
+    x, caches = extend(params, tokens, positions, positions < lengths[:, None], caches, sharder)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return _draw(params, last, lengths, sampling, sharder), cache
+    return _draw(params, last, lengths, sampling, sharder), caches
 
 
 def _step(
-    params: Transformer, cache: Cache, token: jax.Array, positions: jax.Array, *, sampling: Sampling, sharder: Sharder
-) -> tuple[jax.Array, Cache]:
-    """The token [B] at `positions` [B] -> the next one, and the cache with it."""
+    params: Transformer, caches: Caches, token: jax.Array, positions: jax.Array, *, sampling: Sampling, sharder: Sharder
+) -> tuple[jax.Array, Caches]:
+    """The token [B] at `positions` [B] -> the next one, and the caches with it."""
     at = positions[:, None]
-    x, cache = extend(params, token[:, None], at, jnp.ones_like(at, bool), cache, sharder)
-    return _draw(params, x, positions + 1, sampling, sharder), cache
+    x, caches = extend(params, token[:, None], at, jnp.ones_like(at, bool), caches, sharder)
+    return _draw(params, x, positions + 1, sampling, sharder), caches
 
 
 def _draw(params: Transformer, x: jax.Array, positions: jax.Array, sampling: Sampling, sharder: Sharder) -> jax.Array:

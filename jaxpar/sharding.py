@@ -184,7 +184,7 @@ class Layout:
             return kernel(q, k, v, mask, rules)
         kv_heads = "heads" if self.kv_repeat > 1 else "kv_heads"
         return context.attend(
-            q, k, v, mask.segments, mask.window,
+            q, k, v, mask.segments, mask.window, mask.sinks,
             scores=context.Scores(rules.scale, rules.soft_cap),
             plan=self.context,
             mesh=self.mesh,
@@ -201,6 +201,8 @@ class Layout:
             "gate": ("expert", "embed", "mlp"),
             "up": ("expert", "embed", "mlp"),
             "down": ("expert", "mlp", "embed"),
+            "gate_bias": ("expert", "mlp"),
+            "up_bias": ("expert", "mlp"),
         }
         specs = {name: None if w is None else self.rules.spec(names[name]) for name, w in experts._asdict().items()}
         return expert_parallel.run_experts(

@@ -37,8 +37,8 @@ AT_LEAST = {
 MORE_THAN_ZERO = """model.norm_eps model.rope.base model.rope.local_base model.rope.attention_factor
     model.rope.fraction model.rope.low_freq_factor model.rope.high_freq_factor model.rope.beta_fast
     model.rope.beta_slow model.attention_soft_cap model.logit_soft_cap model.query_scale model.embed_scale
-    model.init_std model.moe.weight_scale model.moe.capacity_factor optimizer.clip_norm runtime.step_timeout_s
-    metrics.peak_tflops"""
+    model.init_std model.swiglu_alpha model.swiglu_limit model.latent.norm_eps model.moe.weight_scale
+    model.moe.capacity_factor optimizer.clip_norm runtime.step_timeout_s metrics.peak_tflops lora.alpha"""
 LESS_THAN_ONE = "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum loss.label_smoothing data.eval_fraction"
 AT_MOST_ONE = "model.rope.fraction optimizer.final_fraction"
 
@@ -56,7 +56,7 @@ def problems(config: Config, num_devices: int | None, vocab_size: int | None = N
     found = list(_ranges(config))
     sizes, mesh_problems = _degrees(config.parallel, num_devices)
     if not found:  # these divide by numbers that are positive now
-        for rule in (_batch, _sequence, _width, _attention, _experts, _vocabulary, _pipeline):
+        for rule in (_batch, _sequence, _width, _attention, _options, _experts, _vocabulary, _pipeline):
             found += rule(config, sizes)
     found += mesh_problems
     for rule in (_family, _training, _data):
@@ -220,15 +220,18 @@ def _attention(config: Config, sizes: Sizes) -> Iterator[str]:
             "or set model.head_dim"
         )
     elif model.positions == "rope":
-        width, fraction = model.head_size, model.rope.fraction
+        key, width = "head_dim", model.head_size
+        if model.latent.kv_rank:
+            key, width = "latent.rope_dim", model.latent.rope_dim
+        fraction = model.rope.fraction
         rotated = int(width * fraction)
         if rotated < 2 or rotated % 2:
             least = max(rotated, 2)
             fitting = (even for even in range(2, 1025, 2) if (part := int(even * fraction)) >= least and part % 2 == 0)
             works = next(fitting, None)
-            use = f"model.head_dim = {works}" if works else "a larger model.rope.fraction"
+            use = f"model.{key} = {works}" if works else "a larger model.rope.fraction"
             yield (
-                f"model.head_dim = {width} with model.rope.fraction = {fraction} rotates {rotated} values, but they "
+                f"model.{key} = {width} with model.rope.fraction = {fraction} rotates {rotated} values, but they "
                 f"come in pairs, at least one; use {use}"
             )
     if model.positions == "learned" and model.max_position is not None and model.max_position < config.seq_len:
@@ -236,6 +239,24 @@ def _attention(config: Config, sizes: Sizes) -> Iterator[str]:
             f"model.max_position = {model.max_position} learned positions are fewer than seq_len = {config.seq_len}; "
             f"use model.max_position = {config.seq_len} (or None), or seq_len = {model.max_position}"
         )
+
+
+def _options(config: Config, sizes: Sizes) -> Iterator[str]:
+    """Options of the model that do not go together."""
+    del sizes
+    model = config.model
+    if model.activation == "clamped_swiglu" and not model.gated:
+        yield "model.activation = clamped_swiglu with model.gated = False: it has two inputs; use model.gated = True"
+    if model.attention_sinks and model.attention == "cudnn":
+        yield (
+            "model.attention_sinks = True with model.attention = cudnn: that kernel has no sinks; "
+            'use model.attention = "xla", or "auto", which takes it'
+        )
+    if model.latent.kv_rank:
+        if model.attention_sinks:
+            yield "model.attention_sinks = True with model.latent.kv_rank: latent attention has none; use False"
+        if model.positions != "rope":
+            yield f'model.positions = {model.positions} with model.latent.kv_rank: latent attention needs "rope"'
 
 
 def _experts(config: Config, sizes: Sizes) -> Iterator[str]:
@@ -345,6 +366,11 @@ def _training(config: Config) -> Iterator[str]:
         )
     if optimizer.momentum is not None and optimizer.name not in ("sgd", "muon"):
         yield f"optimizer.momentum = {optimizer.momentum} is for sgd, but optimizer.name = {optimizer.name}; use b1"
+    if config.lora.base != "float32" and not config.lora.rank:
+        yield (
+            f"lora.base = {config.lora.base!r} is for frozen weights, but lora.rank = 0 trains all of them; "
+            "set lora.rank, or lora.base to 'float32'"
+        )
     chunk = config.loss.chunk_tokens
     if chunk is not None and chunk > 0:
         yield from _indivisible("seq_len", config.seq_len, chunk, f"loss.chunk_tokens = {chunk}")
@@ -366,11 +392,6 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.sources: weights {weights} must be at least 0 and not all 0"
     starts = [start for start, _ in data.phases]
     if starts != sorted(set(starts)):
-    if config.lora.base != "float32" and not config.lora.rank:
-        yield (
-            f"lora.base = {config.lora.base!r} is for frozen weights, but lora.rank = 0 trains all of them; "
-            "set lora.rank, or lora.base to 'float32'"
-        )
         yield f"data.phases: first steps {starts} must rise"
     for start, phase_weights in data.phases:
         if len(phase_weights) != len(weights) or min(phase_weights) < 0 or sum(phase_weights) == 0:

@@ -39,6 +39,12 @@ def _rope(theta: float, kind: str = "default", **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
 
 
+ABSENT = "absent"  # a key of COMMON that a family does not have
+# Small, as there are many parts: each of the two below stays under 150 KB.
+LATENT = {"hidden_size": 24, "intermediate_size": 20, "num_key_value_heads": 4, "kv_lora_rank": 10,
+          "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, "moe_intermediate_size": 8,
+          "n_routed_experts": 8, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5}  # fmt: skip
+OSS = {"hidden_size": 24, "intermediate_size": 12, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 # name: (model type, settings, stored dtype)
 VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -67,12 +73,42 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "olmo2": ("olmo2", {**_rope(5e5), "pad_token_id": 0, "eos_token_id": 2}, "bfloat16"),
     "phi3": ("phi3", {**_rope(1e4, partial_rotary_factor=0.5), **WINDOW}, "bfloat16"),
-    "gpt_neox": ("gpt_neox", {**_rope(1e4, partial_rotary_factor=0.25), "num_key_value_heads": None}, "bfloat16"),
+    "gpt_neox": ("gpt_neox", {**_rope(1e4, partial_rotary_factor=0.25), "num_key_value_heads": ABSENT}, "bfloat16"),
     "smollm3": ("smollm3", {**_rope(5e6), "no_rope_layers": [1, 0]}, "bfloat16"),
     "mixtral": ("mixtral", {**_rope(1e6), "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
                 "bfloat16"),
     "qwen3_moe": ("qwen3_moe", {**_rope(1e6), "head_dim": 12, "moe_intermediate_size": 8, "num_experts": 4,
                                 "num_experts_per_tok": 2, "norm_topk_prob": False}, "bfloat16"),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**LATENT, **_rope(1e4, "yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.1,
+                           original_max_position_embeddings=16),
+         "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 4, "q_lora_rank": 12,
+         "n_group": 4, "topk_group": 2,
+         "n_shared_experts": 2},
+        "bfloat16",
+    ),
+    "deepseek_v3_plain": (
+        "deepseek_v3",
+        {**LATENT, **_rope(1e4), "rope_interleave": False, "first_k_dense_replace": 0, "q_lora_rank": None,
+         "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False, "attention_bias": True,
+         "routed_scaling_factor": 1.5},
+        "float16",
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {**OSS, **_rope(1.5e5, "yarn", factor=4.0, truncate=False, original_max_position_embeddings=16), **WINDOW,
+         **LOCAL_FIRST, "swiglu_limit": 1.0},
+        "bfloat16",
+    ),
+    "gpt_oss_tied": (
+        "gpt_oss",
+        {**OSS, **_rope(1e4), "sliding_window": 5, "num_hidden_layers": 3,
+         "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+         "num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": False,
+         "swiglu_limit": 0.5, "swiglu_alpha": 1.1},
+        "bfloat16",
+    ),
 }  # fmt: skip
 
 
@@ -126,7 +162,11 @@ def make(name: str, folder: Path) -> None:
     model_type, settings, dtype = VARIANTS[name]
     model = build(model_type, settings, name)
     model.config.dtype = dtype
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for key, value in _values(model):
+        if not any(part in key for part in strict):
+            value.data = value.data.to(getattr(torch, dtype))
+    model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     model = load(folder)
     batch, prompt, new = batch_and_greedy(model, name)
@@ -140,15 +180,15 @@ def build(model_type: str, settings: dict[str, Any], name: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = dict(settings) if model_type == "gpt2" else {**COMMON, **settings}
-    settings = {key: value for key, value in settings.items() if value is not None}
+    settings = {key: value for key, value in settings.items() if value != ABSENT}
     config = AutoConfig.for_model(model_type, **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     gemma = model_type.startswith("gemma")
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        for key, parameter in _values(model):
             noise = np.random.RandomState(zlib.crc32(f"{name}/{key}".encode())).standard_normal(tuple(parameter.shape))
             if parameter.ndim == 1:
-                start = 1.0 if "norm" in key or "ln_" in key else 0.0
+                start = 1.0 if "norm" in key or "ln_" in key or "sinks" in key else 0.0
                 start = 0.0 if key.endswith("bias") or gemma else start
                 value = start + 0.3 * noise
                 if model.config.tie_word_embeddings and key.endswith(("model.norm.weight", "ln_f.weight")):
@@ -156,9 +196,16 @@ def build(model_type: str, settings: dict[str, Any], name: str) -> Any:
             elif "embed" in key or "wte" in key or "wpe" in key:
                 value = (0.1 if model.config.tie_word_embeddings else 0.5) * noise
             else:
-                value = 1.2 * noise / np.sqrt(parameter.shape[0 if "c_" in key else -1])
+                inputs = 0 if "c_" in key else -2 if model_type == "gpt_oss" and parameter.ndim == 3 else -1
+                value = 1.2 * noise / np.sqrt(parameter.shape[inputs])
             parameter.copy_(torch.from_numpy(value))
     return model
+
+
+def _values(model: Any) -> list[tuple[str, Any]]:
+    """(name, tensor) of all that a file holds: parameters, and the buffers that are stored."""
+    stored = model.state_dict()
+    return [*model.named_parameters(), *((key, value) for key, value in model.named_buffers() if key in stored)]
 
 
 def load(folder: Path) -> Any:
@@ -224,7 +271,8 @@ def run(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
     model.zero_grad(set_to_none=True)
     tokens, positions = (torch.from_numpy(batch[key]).long() for key in ("tokens", "positions"))
-    logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    masks = _masks(model.config, batch["positions"]) if model.config.model_type == "gpt_oss" else None
+    logits = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False).logits
     targets, weights = torch.from_numpy(batch["targets"]).long(), torch.from_numpy(batch["weights"])
     nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     loss = (nll * weights).sum() / weights.sum()
@@ -232,11 +280,30 @@ def run(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     grads = {}
     for key, parameter in model.named_parameters():
         grads |= {f"grad/{name}": grad.numpy() for name, grad in _stored(key, parameter.grad, model.config.model_type)}
+    parameters = dict(model.named_parameters())
+    fixed = {f"grad/{key}": np.zeros(value.shape, np.float32) for key, value in _values(model) if key not in parameters}
+    grads |= fixed  # a bias that only takes part in choices has no gradient
     return {"logits": logits.detach().numpy(), "loss": np.float32(loss.item()), **grads}
+
+
+def _masks(config: Any, positions: Any) -> dict[str, Any]:
+    """Additive masks by kind of layer: this model does not find the documents of a row by its positions."""
+    import numpy as np
+    import torch
+
+    documents = np.cumsum(positions == 0, 1)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None, :]
+    visible = (documents[:, :, None] == documents[:, None, :]) & (distance >= 0)
+    near = visible & (distance < config.sliding_window)
+    kinds = {"full_attention": visible, "sliding_attention": near}
+    added = {kind: np.where(seen, 0.0, np.finfo(np.float32).min)[:, None] for kind, seen in kinds.items()}
+    return {kind: torch.from_numpy(mask.astype(np.float32)) for kind, mask in added.items()}
 
 
 def _stored(key: str, grad: Any, model_type: str) -> list[tuple[str, Any]]:
     """(name in the file, gradient) of a parameter, which transformers renames or fuses for a few families."""
+    if model_type == "gpt_oss":
+        return [(key, grad)]
     if model_type == "gpt_neox" and key == "lm_head.weight":
         return [("embed_out.weight", grad)]
     names = {"gate": "w1", "up": "w3", "down": "w2"}

@@ -17,6 +17,7 @@ from jaxpar.config import MoeConfig
 from jaxpar.layout_check import loss_and_gradients, put, random_batch
 from jaxpar.models import moe as moe_module
 from jaxpar.models.experts import Experts, buffer_size, feed
+from jaxpar.models.layers import Activation
 from jaxpar.tree import named_leaves
 
 MESHES = meshes()
@@ -87,7 +88,7 @@ def test_nothing_is_dropped_however_skewed(skew: float, gated: bool):
         y = run(x, chosen, weights, experts)
         return jnp.sum(y * jnp.cos(jnp.arange(D))), y
 
-    ours = functools.partial(feed, num_experts=E, activation="silu")
+    ours = functools.partial(feed, num_experts=E, activation=Activation("silu"))
     found, wanted = (
         jax.jit(jax.value_and_grad(functools.partial(loss, run=run), (0, 1, 2), has_aux=True))(x, weights, experts)
         for run in (ours, by_hand)
@@ -99,7 +100,7 @@ def test_nothing_is_dropped_however_skewed(skew: float, gated: bool):
 def test_unused_experts_get_zero_gradients():
     x, chosen, weights, experts = experts_and_tokens(0.0)
     chosen = jnp.where(chosen == 3, E, chosen)
-    run = lambda experts: feed(x, chosen, weights, experts, E, "silu").sum()  # noqa: E731
+    run = lambda experts: feed(x, chosen, weights, experts, E, Activation("silu")).sum()  # noqa: E731
     grads = jax.jit(jax.grad(run))(experts)
     for leaf in jax.tree.leaves(grads):
         assert np.isfinite(leaf).all()

@@ -19,15 +19,16 @@ from jaxpar.context.tiles import Place, Scores
 from jaxpar.manual import split_by_hand
 
 AXIS = "context"
-# (q, k, v, segments, window) of whole rows in order -> attention
-Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
+# (q, k, v, segments, window, sinks) of whole rows in order -> attention
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None], jax.Array]
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | int | None, *,
-    scores: Scores, plan: ContextPlan, mesh: Mesh, q_spec: P, kv_spec: P, kernel: Kernel | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | int | None,
+    sinks: jax.Array | None = None, *, scores: Scores, plan: ContextPlan, mesh: Mesh, q_spec: P, kv_spec: P,
+    kernel: Kernel | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention of q [B, T, H, K] over k, v [B, T, G, K], all in the plan's stream order.
+    """Causal attention of q [B, T, H, K] over k, v [B, T, G, K], all in the plan's stream order; sinks [H].
 
     Every mesh axis that is not split by hand already is split by hand here, as the specs say. `kernel`, where given,
     replaces our own wherever a device has whole rows in order (cuDNN under all_to_all).
@@ -35,11 +36,12 @@ def attend(
     window = None if window is None else jnp.asarray(window, jnp.int32)
 
     def body(
-        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None
-    ) -> jax.Array:
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
         if plan.mode == "all_gather":
-            return _gathering(q, k, v, segments, window, scores, plan)
-        return _swapping(q, k, v, segments, window, scores, plan, kernel)
+            return _gathering(q, k, v, segments, window, sinks, scores, plan)
+        return _swapping(q, k, v, segments, window, sinks, scores, plan, kernel)
 
     mapped = split_by_hand(
         body,
@@ -50,15 +52,16 @@ def attend(
             kv_spec,
             None if segments is None else P(*q_spec[:2]),
             None if window is None else P(),
+            None if sinks is None else P(q_spec[2]),
         ),
         out_specs=q_spec,
     )
-    return mapped(q, k, v, segments, window)
+    return mapped(q, k, v, segments, window, sinks)
 
 
 def _gathering(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None, scores: Scores,
-    plan: ContextPlan,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None,
+    sinks: jax.Array | None, scores: Scores, plan: ContextPlan,
 ) -> jax.Array:  # fmt: skip
     """Every device fetches all keys and values."""
     length = q.shape[1]
@@ -68,12 +71,12 @@ def _gathering(
     all_segments = None if segments is None else gather(segments)
     # A tile never spans the two pieces of a place, so that what causality hides can be skipped.
     scores = scores._replace(tile=min(scores.tile, length // 2))
-    return ring.whole(q, gather(k), gather(v), Place(own, segments), Place(order, all_segments), window, scores)
+    return ring.whole(q, gather(k), gather(v), Place(own, segments), Place(order, all_segments), window, sinks, scores)
 
 
 def _swapping(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None, scores: Scores,
-    plan: ContextPlan, kernel: Kernel | None,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None,
+    sinks: jax.Array | None, scores: Scores, plan: ContextPlan, kernel: Kernel | None,
 ) -> jax.Array:  # fmt: skip
     """Groups swap sequence for heads, then each device has some heads of the group's tokens; groups form a ring."""
     groups = plan.groups
@@ -82,13 +85,16 @@ def _swapping(
     q, k, v = (_swap(a, plan, split=2, join=1) for a in (q, k, v))
     if segments is not None:
         segments = _group_gather(segments, plan)
+    if sinks is not None:
+        heads = q.shape[2]
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, jax.lax.axis_index(AXIS) % groups * heads, heads)
     if plan.ring > 1:
-        out = ring.on_ring(q, k, v, segments, window, scores, ring.Ring(AXIS, plan.ring, groups))
+        out = ring.on_ring(q, k, v, segments, window, sinks, scores, ring.Ring(AXIS, plan.ring, groups))
     elif kernel is not None:
-        out = kernel(q, k, v, segments, window)
+        out = kernel(q, k, v, segments, window, sinks)
     else:
         place = Place(jnp.arange(q.shape[1]), segments)
-        out = ring.whole(q, k, v, place, place, window, scores)
+        out = ring.whole(q, k, v, place, place, window, sinks, scores)
     return _swap(out, plan, split=1, join=2)
 
 

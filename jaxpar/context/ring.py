@@ -21,32 +21,36 @@ from jaxpar.context.tiles import Grads, Partial, Place, Scores
 
 
 def whole(
-    q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None, scores: Scores
-) -> jax.Array:
-    """Attention of q [B, T, H, K] over keys that are all here, [B, S, G, K]; out in the dtype of q."""
-    return _whole(q, k, v, at_q, at_k, window, scores)
+    q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None,
+    sinks: jax.Array | None, scores: Scores,
+) -> jax.Array:  # fmt: skip
+    """Attention of q [B, T, H, K] over keys that are all here, [B, S, G, K], and sinks [H]; out in the dtype of q."""
+    return _whole(q, k, v, at_q, at_k, window, sinks, scores)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _whole(
-    q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None, scores: Scores
-) -> jax.Array:
-    return tiles.forward(q, k, v, at_q, at_k, window, scores).out.astype(q.dtype)
+    q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None,
+    sinks: jax.Array | None, scores: Scores,
+) -> jax.Array:  # fmt: skip
+    return _whole_forward(q, k, v, at_q, at_k, window, sinks, scores)[0]
 
 
 def _whole_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None, scores: Scores
-) -> tuple[jax.Array, tuple]:
-    part = tiles.forward(q, k, v, at_q, at_k, window, scores)
+    q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None,
+    sinks: jax.Array | None, scores: Scores,
+) -> tuple[jax.Array, tuple]:  # fmt: skip
+    part = tiles.with_sinks(tiles.forward(q, k, v, at_q, at_k, window, scores), sinks)
     out = part.out.astype(q.dtype)
-    return out, (q, k, v, out, part.log_sum, at_q, at_k, window)
+    return out, (q, k, v, out, part.log_sum, at_q, at_k, window, sinks)
 
 
 def _whole_backward(scores: Scores, saved: tuple, cotangent: jax.Array) -> tuple:
-    q, k, v, out, log_sum, at_q, at_k, window = saved
+    q, k, v, out, log_sum, at_q, at_k, window, sinks = saved
     result = Partial(out.astype(jnp.float32), log_sum)
     grads = tiles.backward(q, k, v, result, cotangent, at_q, at_k, window, scores)
-    return grads.q.astype(q.dtype), grads.k.astype(k.dtype), grads.v.astype(v.dtype), None, None, None
+    d_sinks = tiles.sink_gradient(result, cotangent, sinks)
+    return grads.q.astype(q.dtype), grads.k.astype(k.dtype), grads.v.astype(v.dtype), None, None, None, d_sinks
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
@@ -100,24 +104,24 @@ class _Keys(NamedTuple):
 
 
 def on_ring(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None, scores: Scores,
-    ring: Ring,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None,
+    sinks: jax.Array | None, scores: Scores, ring: Ring,
 ) -> jax.Array:  # fmt: skip
-    """Attention of q [B, T, H, K] over the keys of all places of the ring; T is this place's two pieces."""
-    return _on_ring(q, k, v, segments, window, scores, ring)
+    """Attention of q [B, T, H, K] over the keys of the ring's places, and sinks [H]; T is this place's two pieces."""
+    return _on_ring(q, k, v, segments, window, sinks, scores, ring)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _on_ring(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None, scores: Scores,
-    ring: Ring,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None,
+    sinks: jax.Array | None, scores: Scores, ring: Ring,
 ) -> jax.Array:  # fmt: skip
-    return _on_ring_forward(q, k, v, segments, window, scores, ring)[0]
+    return _on_ring_forward(q, k, v, segments, window, sinks, scores, ring)[0]
 
 
 def _on_ring_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None, scores: Scores,
-    ring: Ring,
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None,
+    sinks: jax.Array | None, scores: Scores, ring: Ring,
 ) -> tuple[jax.Array, tuple]:  # fmt: skip
     own, blocks = ring.own(), _Blocks(_halves(q), _maybe(segments), window, scores, ring)
     keys = _Keys(_halves(k), _halves(v), _maybe(segments))
@@ -141,14 +145,14 @@ def _on_ring_forward(
 
     (total, arriving), _ = jax.lax.scan(hop, (total, arriving), jnp.arange(1, ring.places - 1))
     source = (own - ring.places + 1) % ring.places
-    total = absorb(total, arriving, source, _pairs(source, own))
+    total = tiles.with_sinks(absorb(total, arriving, source, _pairs(source, own)), sinks)
     out = _rejoin(total.out).astype(q.dtype)
-    return out, (q, k, v, segments, window, out, total.log_sum)
+    return out, (q, k, v, segments, window, sinks, out, total.log_sum)
 
 
 def _on_ring_backward(scores: Scores, ring: Ring, saved: tuple, cotangent: jax.Array) -> tuple:
     """Keys travel round once more, and with them, in float32, the gradients that each place adds to."""
-    q, k, v, segments, window, out, log_sum = saved
+    q, k, v, segments, window, sinks, out, log_sum = saved
     own, blocks = ring.own(), _Blocks(_halves(q), _maybe(segments), window, scores, ring)
     keys = _Keys(_halves(k), _halves(v), _maybe(segments))
     result = Partial(_halves(out), log_sum)
@@ -177,7 +181,8 @@ def _on_ring_backward(scores: Scores, ring: Ring, saved: tuple, cotangent: jax.A
     dk, dv = ring.pass_on((grads.k, grads.v))
     grads = absorb(Grads(grads.q, dk, dv), arriving, source, _pairs(source, own))
     dk, dv = ring.pass_on((grads.k, grads.v))  # and home
-    return _rejoin(grads.q).astype(q.dtype), _rejoin(dk).astype(k.dtype), _rejoin(dv).astype(v.dtype), None, None
+    dq, dk, dv = (_rejoin(a).astype(like.dtype) for a, like in ((grads.q, q), (dk, k), (dv, v)))
+    return dq, dk, dv, None, None, tiles.sink_gradient(result, cotangent, sinks)
 
 
 _on_ring.defvjp(_on_ring_forward, _on_ring_backward)

@@ -58,6 +58,23 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(a.out * weight(a) + b.out * weight(b), log_sum)
 
 
+def with_sinks(total: Partial, sinks: jax.Array | None) -> Partial:
+    """`total`, and one more place per head with the score `sinks` [H] and no value; None: there is none."""
+    if sinks is None:
+        return total
+    log_sum = jnp.logaddexp(total.log_sum, sinks.astype(jnp.float32))
+    return Partial(total.out * jnp.exp(total.log_sum - log_sum)[..., None], log_sum)
+
+
+def sink_gradient(result: Partial, cotangent: jax.Array, sinks: jax.Array | None) -> jax.Array | None:
+    """Gradient of `sinks` [H] from the result that they are part of and the cotangent of its output."""
+    if sinks is None:
+        return None
+    delta = jnp.sum(result.out.astype(jnp.float32) * cotangent.astype(jnp.float32), -1)
+    weight = jnp.exp(sinks.astype(jnp.float32) - result.log_sum)
+    return -(weight * delta).sum(tuple(range(delta.ndim - 1))).astype(sinks.dtype)
+
+
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None, scores: Scores
 ) -> Partial:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from jaxpar.config import ModelConfig
 from jaxpar.hf.fields import ACTIVATIONS, Entry, Field
-from jaxpar.hf.tensors import Tensor, tensor
+from jaxpar.hf.tensors import Tensor, fused, tensor
 
 LAYER = "model.layers.{layer}."
+PROJECTIONS = (("gate", "mlp embed"), ("up", "mlp embed"), ("down", "embed mlp"))  # of gated feed-forward blocks
 
 SIZES: tuple[Entry, ...] = (
     Field("vocab_size", "vocab_size"),
@@ -76,10 +77,17 @@ def attention(model: ModelConfig) -> Iterator[Tensor]:
 
 def mlp(model: ModelConfig) -> Iterator[Tensor]:
     """Projections of the gated MLP and their biases."""
-    for ours, dims in (("gate", "mlp embed"), ("up", "mlp embed"), ("down", "embed mlp")):
+    for ours, dims in PROJECTIONS:
         yield tensor(f"{LAYER}mlp.{ours}_proj.weight", f"blocks/mlp/{ours}", dims)
         if model.mlp_bias:
             yield tensor(f"{LAYER}mlp.{ours}_proj.bias", f"blocks/mlp/{ours}_bias", dims.split()[0])
+
+
+def stacked_experts() -> Iterator[Tensor]:
+    """All experts of a layer in one tensor, as transformers has them in memory."""
+    halves = {"blocks/moe/gate": "expert mlp embed", "blocks/moe/up": "expert mlp embed"}
+    yield fused(f"{LAYER}mlp.experts.gate_up_proj", halves, join=1)
+    yield tensor(f"{LAYER}mlp.experts.down_proj", "blocks/moe/down", "expert embed mlp")
 
 
 def norms(model: ModelConfig) -> Iterator[Tensor]:

@@ -32,6 +32,8 @@ MODULES = {
     "smollm3": "smollm3",
     "mixtral": "mixtral",
     "qwen3_moe": "qwen3_moe",
+    "deepseek_v3": "deepseek_v3",
+    "gpt_oss": "gpt_oss",
 }
 
 # Keys that any config.json may have and that do not change what the model computes. Dropout is a matter of training:
@@ -61,8 +63,12 @@ SCALING_SETTINGS = {
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position", "attention_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position", "attention_factor", "truncate"),
 }
+QUANTIZED = (
+    "is not supported; jaxpar reads plain weights: load the model with transformers, which dequantizes it to bfloat16 "
+    "(for mxfp4: quantization_config=Mxfp4Config(dequantize=True)), save_pretrained it, and import that folder"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +76,10 @@ class Family:
     """`tensors(model)` lists the file's tensors; names matching `ignored` are buffers that hold no parameter.
 
     `head` is the name of the output table, absent from the file when tied, and `table` that of the embedding.
-    `base` is the prefix that some files leave out of every name but the head's.
+    `base` is the prefix that some files leave out of every name but the head's. `stacked(model)` lists the tensors of
+    a file that keeps all experts of a layer in one tensor, where transformers writes such files too. Names matching
+    `float32` are stored so in files of any dtype. `extra_layers`: a file may have layers beyond the model's, which
+    predict further tokens and are left out.
     """
 
     preset: str
@@ -78,12 +87,15 @@ class Family:
     architecture: str
     entries: tuple[Entry, ...]
     tensors: Callable[[ModelConfig], Iterable[Tensor]]
+    stacked: Callable[[ModelConfig], Iterable[Tensor]] | None = None
+    float32: str = r"(?!)"
     neutral: frozenset[str] = frozenset()
     ignored: str = r"(?!)"
     table: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
     base: str = "model."
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {older name: name} of tensors
+    extra_layers: bool = False
     experts: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys for a new config.json
 
@@ -109,7 +121,8 @@ class Family:
         for name, value in raw.items():
             if name in UNWANTED and name not in known:
                 if value not in (None, False, {}, []):
-                    yield f"{name}: {value!r} is not supported; jaxpar has decoders with plain weights"
+                    why = QUANTIZED if name == "quantization_config" else "is not supported; jaxpar has decoders"
+                    yield f"{name}: {value!r} {why}"
             elif name not in known and value is not None:
                 yield f"{name}: {value!r}; jaxpar does not know this key of {self.model_type}; it may change the maths"
 
@@ -124,10 +137,11 @@ class Family:
             raise UserError(*(f"model is no {self.model_type}: {problem}" for problem in error.problems)) from None
         wanted = canonical(model)
         raise_together(
-            f"model.{name} = {wanted[name]!r}: a {self.model_type} of transformers would compute with {back[name]!r}; "
+            f"model.{name} = {wanted.get(name)!r}: a {self.model_type} of transformers would compute with "
+            f"{back.get(name)!r}; "
             f"export as another family, or train with that value"
-            for name in wanted
-            if not _same(wanted[name], back[name])
+            for name in sorted(wanted.keys() | back.keys())
+            if not _same(wanted.get(name), back.get(name))
         )
         return raw
 
@@ -152,7 +166,10 @@ def family_for(model: ModelConfig) -> Family:
         family = _load(module)
         if family.preset == model.family and family.experts == bool(model.moe.num_experts):
             return family
-    raise UserError(f"model.family = {model.family!r} has no Hugging Face counterpart; jaxpar has {', '.join(MODULES)}")
+    without = "" if model.moe.num_experts else " without experts"
+    raise UserError(
+        f"model.family = {model.family!r}{without} has no Hugging Face counterpart; jaxpar has {', '.join(MODULES)}"
+    )
 
 
 def _load(module: str) -> Family:
@@ -166,7 +183,7 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
         del values[name]
     rope = values.pop("rope")
     if model.positions == "rope":
-        values |= {f"rope.{name}": rope[name] for name in ("base", "scaling", "fraction")}
+        values |= {f"rope.{name}": rope[name] for name in ("base", "scaling", "fraction", "interleaved")}
         values |= {f"rope.{name}": rope[name] for name in SCALING_SETTINGS[model.rope.scaling]}
         if model.window is not None and model.rope.local_base is not None:
             values["rope.local_base"] = model.rope.local_base
@@ -174,11 +191,18 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
     else:
         del values["rope_pattern"]
     values |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_size, "window_pattern": local_layers(model)}
-    values["query_scale"] = model.query_scale or model.head_size**-0.5
+    values["query_scale"] = model.score_scale
+    if model.activation != "clamped_swiglu":
+        del values["swiglu_alpha"], values["swiglu_limit"]
+    latent = values.pop("latent")
+    if model.latent.kv_rank:
+        latent |= {"value_dim": model.value_size, "norm_eps": model.latent.norm_eps or model.norm_eps}
+        values |= {f"latent.{name}": value for name, value in latent.items()}
     moe = values.pop("moe")
     if model.moe.num_experts:
         for name in ("balance_loss", "router_z_loss", "bias_update_rate"):  # of training
             del moe[name]
+        moe["choice_bias"] = model.moe.choice_bias or model.moe.bias_update_rate > 0
         if model.moe.dispatch == "dropless":
             del moe["capacity_factor"]
         moe["expert_dim"] = model.moe.expert_dim or model.mlp_dim

@@ -8,7 +8,7 @@ inverse; a value that jaxpar has no maths for raises `UserError`. Defaults are t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jaxpar.config import ModelConfig
@@ -54,7 +54,10 @@ def setting(model: ModelConfig, key: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One key that is one or several settings (all with the same value), translated by `values` where given."""
+    """One key that is one or several settings (all with the same value), translated by `values` where given.
+
+    `fill` gives what is written where the setting is None, which means that it follows from others.
+    """
 
     name: str
     keys: str  # separated by blanks
@@ -62,6 +65,7 @@ class Field:
     values: Mapping[Any, Any] | None = None
     aliases: tuple[str, ...] = ()
     optional: bool = False  # not written when the setting is None
+    fill: Callable[[ModelConfig], Any] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,6 +89,8 @@ class Field:
         value = setting(model, self.keys.split()[0])
         if value is None and self.optional:
             return {}
+        if value is None and self.fill is not None:
+            value = self.fill(model)
         if self.values is not None:
             value = next((theirs for theirs, ours in self.values.items() if ours == value), None)
         return {self.name: value}

@@ -8,6 +8,8 @@ never filled in.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from jaxpar.hf.tensors import Sizes, Tensor
 from jaxpar.tree import from_named
 
 SHOWN = 20  # names of one kind in a message
+STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj")  # names of a file with all experts in one tensor
+LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\..*")
+log = logging.getLogger(__name__)
 
 
 def read_model(folder: str | Path, ignore: Iterable[str] = ()) -> ModelConfig:
@@ -47,8 +52,9 @@ def load_params(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     folder = Path(folder)
     family = family_of(files.read_config(folder))
     with files.open_tensors(folder) as tensors:
-        plan = Plan.make(family, model, leaf_axes(abstract))
-        names = _match(plan, family, tensors, tied=model.tied)
+        stacked = any(STACKED.fullmatch(name) for name in tensors.names)
+        plan = Plan.make(family, model, leaf_axes(abstract), stacked=stacked)
+        names = _match(plan, family, tensors, model)
         named = {}
         for leaf, (_, like) in plan.axes_and_like.items():
             named[leaf] = _load_leaf(plan, leaf, names, tensors, like)
@@ -64,11 +70,22 @@ class Plan:
     by_leaf: Mapping[str, Tensor]
     axes_and_like: Mapping[str, tuple[tuple[str, ...], Any]]
     sizes: Mapping[str, Sizes]  # by leaf; the vocabulary without padding
+    float32: re.Pattern[str]  # names of tensors that are float32 in files of any dtype
 
     @staticmethod
-    def make(family: Family, model: ModelConfig, leaves: Mapping[str, tuple[tuple[str, ...], Any]]) -> Plan:
-        """The plan of a model whose parameters are {name: (logical axes, array-like)}."""
-        tensors = tuple(family.tensors(model))
+    def make(
+        family: Family,
+        model: ModelConfig,
+        leaves: Mapping[str, tuple[tuple[str, ...], Any]],
+        *,
+        stacked: bool = False,
+    ) -> Plan:
+        """The plan of a model whose parameters are {name: (logical axes, array-like)}.
+
+        `stacked`: all experts of a layer lie in one tensor, where the family has such files.
+        """
+        listed = family.stacked if stacked and family.stacked is not None else family.tensors
+        tensors = tuple(listed(model))
         by_leaf = {piece.leaf: tensor for tensor in tensors for piece in tensor.pieces}
         if by_leaf.keys() != leaves.keys():
             lost, extra = sorted(leaves.keys() - by_leaf.keys()), sorted(by_leaf.keys() - leaves.keys())
@@ -81,7 +98,7 @@ class Plan:
             leaf: dict(zip(axes, like.shape)) | ({"vocab": model.true_vocab} if "vocab" in axes else {})
             for leaf, (axes, like) in leaves.items()
         }
-        return Plan(tensors, by_leaf, leaves, sizes)
+        return Plan(tensors, by_leaf, leaves, sizes, re.compile(family.float32))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the file."""
@@ -95,12 +112,14 @@ def leaf_axes(params: Any) -> dict[str, tuple[tuple[str, ...], Any]]:
     return {name: (tuple(leaf.axes), leaf.get_value()) for name, leaf in named_parameters(params)}
 
 
-def _match(plan: Plan, family: Family, tensors: TensorFiles, *, tied: bool) -> dict[str, str]:
+def _match(plan: Plan, family: Family, tensors: TensorFiles, model: ModelConfig) -> dict[str, str]:
     """{name by the family's table: name in these files}; refuses what does not match."""
     wanted = plan.shapes()
     names = {_full_name(name, wanted, family): name for name in tensors.names if not family.ignores.fullmatch(name)}
+    if family.extra_layers:
+        names = _without_extra_layers(names, model.num_layers, tensors.folder)
     problems = []
-    if tied and family.head in names:
+    if model.tied and family.head in names:
         problems += _check_redundant_head(tensors, names, family)
         names.pop(family.head)
     missing = sorted(wanted.keys() - names.keys())
@@ -128,6 +147,18 @@ def _full_name(name: str, wanted: Mapping[str, Any], family: Family) -> str:
     """The name that the family's table has for a stored one: older names, and files without the base prefix."""
     name = family.renamed.get(name, name)
     return family.base + name if name not in wanted and family.base + name in wanted else name
+
+
+def _without_extra_layers(names: Mapping[str, str], num_layers: int, folder: Path) -> dict[str, str]:
+    """The names of the model's own layers; tells about the others."""
+    number = {name: int(match[1]) for name in names if (match := LAYER_NUMBER.fullmatch(name))}
+    extra = sorted(name for name, layer in number.items() if layer >= num_layers)
+    if extra:
+        log.warning(
+            "%s: %d tensors of layers beyond the %d of the model are left out: they predict further tokens (%s, ...)",
+            folder, len(extra), num_layers, extra[0],
+        )  # fmt: skip
+    return {name: stored for name, stored in names.items() if number.get(name, 0) < num_layers}
 
 
 def _check_redundant_head(tensors: TensorFiles, names: Mapping[str, str], family: Family) -> list[str]:

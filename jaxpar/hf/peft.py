@@ -46,7 +46,7 @@ def export_adapter(
     for target, tensor in tensors.items():
         a, b = np.asarray(values[f"{target}/a"]), np.asarray(values[f"{target}/b"])
         for layer in range(a.shape[0]):
-            name = PREFIX + tensor.name.format(layer=layer).removesuffix(".weight")
+            name = PREFIX + tensor.named({"layer": layer}).removesuffix(".weight")
             rank = a.shape[-1]
             arrays[f"{name}.lora_A.weight"] = np.ascontiguousarray(a[layer].reshape(-1, rank).T)
             arrays[f"{name}.lora_B.weight"] = np.ascontiguousarray(b[layer].reshape(rank, -1).T)
@@ -100,7 +100,7 @@ def load_adapter(folder: str | Path, model: ModelConfig, abstract: Mapping[str, 
             wanted = (rank, other) if part == "a" else (other, rank)
             layers = []
             for layer in range(shape[0]):
-                name = PREFIX + tensor.name.format(layer=layer).removesuffix(".weight") + f".lora_{part.upper()}.weight"
+                name = PREFIX + tensor.named({"layer": layer}).removesuffix(".weight") + f".lora_{part.upper()}.weight"
                 used.add(name)
                 if name not in stored:
                     problems.append(f"{folder}: {name} is missing")
@@ -116,6 +116,11 @@ def load_adapter(folder: str | Path, model: ModelConfig, abstract: Mapping[str, 
 
 
 def _targets(model: ModelConfig, config: LoraConfig) -> dict[str, Tensor]:
+    if model.moe.num_experts and model.moe.first_dense:
+        raise UserError(
+            f"model.moe.first_dense = {model.moe.first_dense}: an adapter has no part for the leading layers, which "
+            "PEFT would look for; merge the adapter instead"
+        )
     linear = _linear(model)
     raise_together(
         f"lora.targets: {target!r} is no linear layer of its own in a {model.family} of transformers, "

@@ -30,6 +30,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
+        "truncate": "truncate",
         "original_max_position_embeddings": "original_max_position",
     },
 }
@@ -45,6 +46,7 @@ class Rope:
     base_name: str = "rope_theta"  # in files of transformers 4
     fraction_name: str = "partial_rotary_factor"
     scalings: tuple[str, ...] = tuple(SCALINGS)
+    default: Mapping[str, Any] | None = None  # the whole of `rope_parameters` where a file has none
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,7 +56,7 @@ class Rope:
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """Settings of `model.rope`."""
-        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.default or {}
         return _prefixed(self._settings(given, raw, raw.get(self.base_name) or self.base))
 
     def _settings(self, given: Raw, raw: Raw, base: float) -> dict[str, Any]:
@@ -66,6 +68,8 @@ class Rope:
         if "original_max_position_embeddings" in keys:
             length = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
             given = {**given, "original_max_position_embeddings": length or raw.get("max_position_embeddings")}
+        if "factor" in keys and given.get("factor") is None:
+            raise UserError(f"rope type {kind!r}: factor is missing; a scaling needs it")
         for key, name in keys.items():
             if given.get(key) is not None:
                 settings[name] = given[key]
@@ -75,9 +79,10 @@ class Rope:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """The key of transformers 5."""
-        return {"rope_parameters": self._parameters(model.rope)}
+        return {"rope_parameters": self.parameters(model.rope)}
 
-    def _parameters(self, rope: RopeConfig, base: float | None = None) -> dict[str, Any]:
+    def parameters(self, rope: RopeConfig, base: float | None = None) -> dict[str, Any]:
+        """What `rope_parameters` holds."""
         kind = next(theirs for theirs, ours in SCALINGS.items() if ours == rope.scaling)
         parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.base if base is None else base}
         for key, name in KEYS[kind].items():
@@ -122,7 +127,7 @@ class TwoRopes(Rope):
                 raise UserError("model.rope.local_base: unset with a rope scaling, which this family cannot express")
             local_base = model.rope.base
         local = {"rope_type": "default", "rope_theta": local_base}
-        return {"rope_parameters": {"full_attention": self._parameters(model.rope), "sliding_attention": local}}
+        return {"rope_parameters": {"full_attention": self.parameters(model.rope), "sliding_attention": local}}
 
 
 def _kind(given: Raw, known: tuple[str, ...]) -> str:
@@ -132,8 +137,6 @@ def _kind(given: Raw, known: tuple[str, ...]) -> str:
     extra = set(given) - set(COMMON) - set(KEYS[kind]) - {"original_max_position_embeddings"}
     if kind == "yarn":
         extra -= {"mscale", "mscale_all_dim", "finetuned"}
-        if given.get("truncate") is True:
-            extra -= {"truncate"}
     if extra := sorted(name for name in extra if given[name] is not None):
         raise UserError(
             f"rope type {kind!r}: {', '.join(f'{name} = {given[name]!r}' for name in extra)} is not supported"

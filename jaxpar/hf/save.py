@@ -86,7 +86,9 @@ def _write_tensors(folder: Path, plan: Plan, source: Source, dtype: str, max_fil
     from safetensors.numpy import save_file
 
     wanted = _numpy_dtype(dtype)
-    groups = _split(plan, wanted.itemsize, max_file_bytes)
+    dtypes = {name: np.dtype(np.float32) if plan.float32.fullmatch(name) else wanted for name in plan.shapes()}
+    sizes = {name: int(np.prod(shape)) * dtypes[name].itemsize for name, shape in plan.shapes().items()}
+    groups = _split(sizes, max_file_bytes)
     arrays = _arrays(plan, source)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
@@ -95,22 +97,20 @@ def _write_tensors(folder: Path, plan: Plan, source: Source, dtype: str, max_fil
         for name in names:
             given, array = next(arrays)
             assert given == name, (given, name)
-            contents[name] = _cast(name, array, wanted)
+            contents[name] = _cast(name, array, dtypes[name])
         save_file(contents, folder / file, metadata={"format": "pt"})
         _flush(folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
-        total = sum(int(np.prod(shape)) * wanted.itemsize for shape in plan.shapes().values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _split(plan: Plan, itemsize: int, max_file_bytes: int) -> list[list[str]]:
-    """Names of each file, in the order of the plan; a tensor larger than a file has one to itself."""
+def _split(sizes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
+    """Names of each file, in the order of {name: bytes}; a tensor larger than a file has one to itself."""
     groups: list[list[str]] = [[]]
     filled = 0
-    for name, shape in plan.shapes().items():
-        size = int(np.prod(shape)) * itemsize
+    for name, size in sizes.items():
         if groups[-1] and filled + size > max_file_bytes:
             groups.append([])
             filled = 0

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,11 +51,15 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file and the parameters in it; made by `tensor` or `fused`."""
+    """A tensor of the file and the parameters in it; made by `tensor` or `fused`.
+
+    `first_layer`: number in the file of the first layer of the parameter, whose layers are a part of the model's.
+    """
 
     name: str
     pieces: tuple[Piece, ...]
     join: int = 0
+    first_layer: int = 0
 
     @property
     def counted(self) -> tuple[str, ...]:
@@ -81,7 +85,12 @@ class Tensor:
         ranges = [range(sizes[self.pieces[0].leaf][name]) for name in self.counted]
         for numbers in itertools.product(*ranges):
             values = dict(zip(self.counted, numbers))
-            yield self.name.format(**values), values
+            yield self.named(values), values
+
+    def named(self, numbers: Mapping[str, int]) -> str:
+        """Name in the file of the copy with these numbers in the parameter."""
+        shift = {"layer": numbers["layer"] + self.first_layer} if "layer" in numbers else {}
+        return self.name.format(**{**numbers, **shift})
 
     def read(self, slices: Slices, leaf: str, index: Index, sizes: Mapping[str, Sizes]) -> np.ndarray:
         """The part `index` of one parameter; dims in the order of the file. Reads no more rows than needed."""
@@ -124,6 +133,13 @@ def tensor(name: str, leaf: str, dims: str) -> Tensor:
 def fused(name: str, pieces: Mapping[str, str], *, join: int = 0) -> Tensor:
     """A file tensor that holds several parameters, {leaf: dims}, end to end along `join` or interleaved."""
     return Tensor(name, tuple(Piece(leaf, _groups(dims)) for leaf, dims in pieces.items()), join)
+
+
+def moved(tensors: Iterable[Tensor], stack: str, *, first_layer: int) -> Iterator[Tensor]:
+    """Tensors of "blocks/..." as those of another stack of layers, the first of which has that number in the file."""
+    for one in tensors:
+        pieces = tuple(dataclasses.replace(p, leaf=p.leaf.replace("blocks/", f"{stack}/", 1)) for p in one.pieces)
+        yield dataclasses.replace(one, pieces=pieces, first_layer=first_layer)
 
 
 def leaf_part(value: Any, axes: Sequence[str], piece: Piece, numbers: Mapping[str, int]) -> np.ndarray:

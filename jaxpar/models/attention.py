@@ -24,11 +24,13 @@ class Mask(NamedTuple):
     """Who may see whom, besides causality by position in the row.
 
     `segments` int32 [B, T]: only equal numbers see each other; None: one document. `window` int32 scalar: a token
-    sees itself and window - 1 before it; None: all.
+    sees itself and window - 1 before it; None: all. `sinks` float32 [H]: the score of one more place that every query
+    of a head sees, and that has no value; None: there is none.
     """
 
     segments: jax.Array | None = None
     window: jax.Array | int | None = None
+    sinks: jax.Array | None = None
 
     def dense(self, length: int) -> jax.Array | None:
         """Bool [B or 1, 1, T, S] without causality, or None when nothing else is hidden."""
@@ -64,12 +66,13 @@ def attend(
 
     `kernel`: "xla", "cudnn" or "auto" (cuDNN on a GPU where it can, else XLA).
     """
-    library = chosen_kernel(q, soft_cap, kernel)
+    library = chosen_kernel(q, soft_cap, kernel, sinks=mask.sinks is not None)
     dense = mask.dense(q.shape[1])
-    if soft_cap is not None:
+    if soft_cap is not None or mask.sinks is not None:
         if library == "cudnn":
-            raise UserError('model.attention = "cudnn" has no attention soft cap; set model.attention="xla"')
-        return _soft_capped(q, k, v, dense, scale, soft_cap)
+            lacks = "attention sinks" if soft_cap is None else "attention soft cap"
+            raise UserError(f'model.attention = "cudnn" has no {lacks}; set model.attention="xla"')
+        return _written_out(q, k, v, dense, mask.sinks, scale, soft_cap)
     dtype = q.dtype
     if dtype == jnp.float16 and jax.default_backend() == "cpu":  # CPUs have no float16 product with float32 sums
         q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
@@ -77,11 +80,11 @@ def attend(
     return out.astype(dtype)
 
 
-def chosen_kernel(q: jax.Array, soft_cap: float | None, kernel: str) -> Literal["xla", "cudnn"]:
+def chosen_kernel(q: jax.Array, soft_cap: float | None, kernel: str, *, sinks: bool = False) -> Literal["xla", "cudnn"]:
     """The library that "auto" means for these queries."""
     if kernel == "xla" or kernel == "cudnn":
         return kernel
-    return "cudnn" if _cudnn_can(q, soft_cap) else "xla"
+    return "cudnn" if not sinks and _cudnn_can(q, soft_cap) else "xla"
 
 
 def _cudnn_can(q: jax.Array, soft_cap: float | None) -> bool:
@@ -90,20 +93,32 @@ def _cudnn_can(q: jax.Array, soft_cap: float | None) -> bool:
     return jax.default_backend() == "gpu" and half and soft_cap is None and head_dim % 8 == 0 and head_dim <= 128
 
 
-def _soft_capped(
-    q: jax.Array, k: jax.Array, v: jax.Array, dense: jax.Array | None, scale: float, cap: float
-) -> jax.Array:
-    """Attention whose scores pass through cap * tanh(score / cap), which no library kernel offers (Gemma 2)."""
+def _written_out(
+    q: jax.Array, k: jax.Array, v: jax.Array, dense: jax.Array | None, sinks: jax.Array | None, scale: float,
+    cap: float | None,
+) -> jax.Array:  # fmt: skip
+    """Attention with what no library kernel offers: scores bent by cap * tanh(score / cap), and sinks."""
     B, T, H, K = q.shape
     G = k.shape[2]
     q_BTGRK = q.reshape(B, T, G, H // G, K)
     scores = jnp.einsum("BTGRK,BSGK->BGRTS", q_BTGRK, k, preferred_element_type=jnp.float32) * scale
-    scores = cap * jnp.tanh(scores / cap)
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
     causal = jnp.tril(jnp.ones((T, T), bool))[None, None]
     allowed = causal if dense is None else causal & dense
     scores = jnp.where(allowed[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    weights = softmax_with_sinks(scores, sinks).astype(v.dtype)
     return jnp.einsum("BGRTS,BSGK->BTGRK", weights, v).reshape(B, T, H, K)
+
+
+def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Weights of float32 scores [B, G, R, T, S]; with sinks [G R] they sum to less than one."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sink = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+    largest = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
+    parts = jnp.exp(scores - largest)
+    return parts / (parts.sum(-1, keepdims=True) + jnp.exp(sink - largest))
 
 
 def attend_by_rules(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules) -> jax.Array:
@@ -126,6 +141,7 @@ class Attention(nnx.Module):
         self.k_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
         self.v_bias = constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
         self.out_bias = constant(0.0, (D,), ("embed",)) if config.out_bias else None
+        self.sinks = normal(rngs, (H,), ("heads",), std) if config.attention_sinks else None
         self.q_norm = self._norm(H, "heads")
         self.k_norm = self._norm(G, "kv_heads")
 
@@ -138,12 +154,13 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, side: Side, sharder: Sharder, traits: dict[str, jax.Array]) -> jax.Array:
         """x [B, T, D] -> [B, T, D]; `traits` say what is special about this layer."""
         q_BTHK, k_BTGK, v_BTGK = self.project(x, side, sharder, traits)
-        mask = Mask(side.segment_ids, traits.get("window", self.config.window))
+        sinks = None if self.sinks is None else self.sinks[...]
+        mask = Mask(side.segment_ids, traits.get("window", self.config.window), sinks)
         soft_cap = self.config.attention_soft_cap
         rules = Rules(
-            scale=self.config.query_scale or self.config.head_size**-0.5,
+            scale=self.config.score_scale,
             soft_cap=soft_cap,
-            kernel=chosen_kernel(q_BTHK, soft_cap, self.config.attention),
+            kernel=chosen_kernel(q_BTHK, soft_cap, self.config.attention, sinks=sinks is not None),
         )
         kernel = functools.partial(sharder.attend, attend_by_rules, rules=rules)
         if self.recompute:
@@ -163,7 +180,8 @@ class Attention(nnx.Module):
         k = self.k_norm(k) if self.k_norm is not None else k
         if side.cos is not None and side.sin is not None:
             kind = traits.get("rope", 0)
-            q, k = (rope.rotate(a, side.cos[kind], side.sin[kind]) for a in (q, k))
+            turn = functools.partial(rope.rotate, interleaved=self.config.rope.interleaved)
+            q, k = (turn(a, side.cos[kind], side.sin[kind]) for a in (q, k))
         kv_name = "kv_heads"
         if sharder.kv_repeat > 1:  # fewer KV heads than tensor shards: each shard keeps the one its queries use
             k, v = (jnp.repeat(a, sharder.kv_repeat, axis=2) for a in (k, v))
@@ -177,10 +195,12 @@ class Side(NamedTuple):
     """What every layer needs besides the residual stream; rows as in the batch.
 
     cos, sin float32 [kind, B, T, R] (None without rotary positions); segment_ids int32 [B, T] or None;
-    row_keys typed keys [B] for dropout, None in evaluation.
+    row_keys typed keys [B] for dropout, None in evaluation. `compressed`: latent attention is to work on the compressed
+    vectors themselves, which is what a cache of earlier tokens holds.
     """
 
     cos: jax.Array | None = None
     sin: jax.Array | None = None
     segment_ids: jax.Array | None = None
     row_keys: jax.Array | None = None
+    compressed: bool = False

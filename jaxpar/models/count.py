@@ -61,7 +61,9 @@ def layer_count(model: ModelConfig, index: int) -> LayerCount:
         norms += _norm(model, queries) + _norm(model, keys)
     if model.latent.kv_rank:
         norms += _norm(model, model.latent.kv_rank) + _norm(model, model.latent.query_rank or 0)
-    biases = (queries + 2 * keys) * model.qkv_bias + D * model.out_bias
+    compressed = model.latent.kv_rank + model.latent.rope_dim + (model.latent.query_rank or 0)
+    inputs = compressed if model.latent.kv_rank else queries + 2 * keys
+    biases = inputs * model.qkv_bias + D * model.out_bias + model.num_heads * model.attention_sinks
     feed = _feed_forward(model, index)
     return LayerCount(total=projections + norms + biases + feed.total, matmul=projections + feed.matmul)
 
@@ -80,11 +82,13 @@ def _feed_forward(model: ModelConfig, index: int) -> LayerCount:
     if moe.num_experts == 0 or index < moe.first_dense:
         weights, biases = _mlp(model, model.mlp_dim)
         return LayerCount(total=weights + biases, matmul=weights)
-    weights, _ = _mlp(model, moe.expert_dim or model.mlp_dim)  # experts have no biases
+    width = moe.expert_dim or model.mlp_dim
+    weights, biases = _mlp(model, width)
+    shared = sum(_mlp(model, width * moe.num_shared)) if moe.num_shared else 0
     router = model.embed_dim * moe.num_experts
-    balance = moe.num_experts if moe.bias_update_rate > 0 else 0
+    vectors = moe.router_bias + (moe.choice_bias or moe.bias_update_rate > 0)
     return LayerCount(
-        total=weights * (moe.num_experts + moe.num_shared) + router + balance,
+        total=(weights + biases + vectors) * moe.num_experts + shared + router,
         matmul=weights * (moe.experts_per_token + moe.num_shared) + router,
     )
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.models.layers import ACTIVATIONS
+from jaxpar.models.layers import Activation
 
 HEADROOM = 9 / 8  # of the first buffer over an even share
 LATER = 1 / 16  # of the first buffer: the size of the buffers of later rounds
@@ -24,11 +24,16 @@ MULTIPLE = 8  # buffer sizes are multiples of this, for the matmul units
 
 
 class Experts(NamedTuple):
-    """Weights in the compute dtype: gate (or None) and up [E, D, F], down [E, F, D]."""
+    """Weights in the compute dtype: gate (or None) and up [E, D, F], down [E, F, D]; biases [E, F] or None.
+
+    A bias on the output is no business of this file: a token's is a weighted sum of a few rows (see `moe`).
+    """
 
     gate: jax.Array | None
     up: jax.Array
     down: jax.Array
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
 
 
 class Across(NamedTuple):
@@ -91,7 +96,7 @@ def buffer_size(num_tokens: int, k: int, num_experts: int) -> int:
 
 
 def feed(
-    x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Experts, num_experts: int, activation: str,
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Experts, num_experts: int, activation: Activation,
     across: Across = LOCAL,
 ) -> jax.Array:  # fmt: skip
     """Sum over the choices of weight x expert output; x [N, D], chosen int32 and weights float32 [N, k] -> [N, D].
@@ -109,24 +114,29 @@ def feed(
 
 
 def _round(
-    x: jax.Array, weights: jax.Array, experts: Experts, claims: Claims, first: jax.Array, size: int, activation: str,
-    across: Across,
+    x: jax.Array, weights: jax.Array, experts: Experts, claims: Claims, first: jax.Array, size: int,
+    activation: Activation, across: Across,
 ) -> jax.Array:  # fmt: skip
     """What the tokens with ranks first .. first + size - 1 get from their experts; zeros for all others."""
     slots = across.send(_spread(x, claims, first, size))
-    hidden = jnp.einsum("ECD,EDF->ECF", slots, experts.up)
-    act = ACTIVATIONS[activation]
-    hidden = act(hidden) if experts.gate is None else act(jnp.einsum("ECD,EDF->ECF", slots, experts.gate)) * hidden
-    slots = across.fetch(jnp.einsum("ECF,EFD->ECD", hidden, experts.down))
+    up = _project(slots, experts.up, experts.up_bias)
+    gate = None if experts.gate is None else _project(slots, experts.gate, experts.gate_bias)
+    slots = across.fetch(jnp.einsum("ECF,EFD->ECD", activation(gate, up), experts.down))
     y = jnp.zeros(x.shape, jnp.float32)
     for choice in range(weights.shape[1]):
         y = y + weights[:, choice, None] * _pick(slots, claims, first, choice)
     return y.astype(x.dtype)
 
 
+def _project(slots: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Buffers [E, C, D] -> hidden features [E, C, F]. Empty places get the bias too, and nobody picks it up."""
+    hidden = jnp.einsum("ECD,EDF->ECF", slots, weight)
+    return hidden if bias is None else hidden + bias[:, None]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _later_rounds(
-    x: jax.Array, weights: jax.Array, experts: Experts, claims: Claims, first: int, size: int, activation: str,
+    x: jax.Array, weights: jax.Array, experts: Experts, claims: Claims, first: int, size: int, activation: Activation,
     across: Across,
 ) -> jax.Array:  # fmt: skip
     """All rounds from rank `first` on. As many as the fullest expert needs on any of the devices that exchange."""
@@ -140,14 +150,14 @@ def _later_rounds(
 
 
 def _later_forward(
-    x: jax.Array, weights: jax.Array, experts: Experts, claims: Claims, first: int, size: int, activation: str,
+    x: jax.Array, weights: jax.Array, experts: Experts, claims: Claims, first: int, size: int, activation: Activation,
     across: Across,
 ) -> tuple[jax.Array, tuple]:  # fmt: skip
     return _later_rounds(x, weights, experts, claims, first, size, activation, across), (x, weights, experts, claims)
 
 
 def _later_backward(
-    first: int, size: int, activation: str, across: Across, saved: tuple, cotangent: jax.Array
+    first: int, size: int, activation: Activation, across: Across, saved: tuple, cotangent: jax.Array
 ) -> tuple:
     """A loop of unknown length has no automatic gradient: every round is computed again and differentiated."""
     x, weights, experts, claims = saved

@@ -86,6 +86,31 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "rope": {"base": 5_000_000.0},
         "rope_pattern": (True, True, True, False),
     },
+    "deepseek_v3": _LLAMA
+    | {
+        "norm_eps": 1e-6,
+        "rope": {"interleaved": True},
+        "latent": {"norm_eps": 1e-6},
+        "moe": {"router": "sigmoid", "choice_bias": True, "weight_scale": 2.5},
+    },
+    "gpt_oss": _LLAMA
+    | {
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "attention_sinks": True,
+        "activation": "clamped_swiglu",
+        "window": 128,
+        "window_pattern": (True, False),
+        "rope": {
+            "base": 150_000.0,
+            "scaling": "yarn",
+            "factor": 32.0,
+            "original_max_position": 4096,
+            "truncate": False,
+        },
+        "moe": {"router_bias": True},
+    },
 }
 
 

@@ -5,6 +5,8 @@ Dims: B batch, T sequence, D embed, F mlp hidden.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,29 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """What comes between the projections of a feed-forward block, gated or not; hashable."""
+
+    name: str
+    alpha: float = 1.702  # of clamped_swiglu, as `limit`
+    limit: float = 7.0
+
+    @staticmethod
+    def of(config: ModelConfig) -> Activation:
+        """The activation of a model."""
+        return Activation(config.activation, config.swiglu_alpha, config.swiglu_limit)
+
+    def __call__(self, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+        """Hidden features from the outputs of the projections."""
+        if self.name == "clamped_swiglu":  # gpt-oss
+            assert gate is not None
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+            return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+        act = ACTIVATIONS[self.name]
+        return act(up) if gate is None else act(gate) * up
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float) -> nnx.Param:
@@ -88,7 +113,7 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         D, F, std = config.embed_dim, config.mlp_dim, config.init_std
-        self.activation, self.dtype = config.activation, dtype
+        self.activation, self.dtype = Activation.of(config), dtype
         self.gate = normal(rngs, (D, F), ("embed", "mlp"), std) if config.gated else None
         self.up = normal(rngs, (D, F), ("embed", "mlp"), std)
         self.down = normal(rngs, (F, D), ("mlp", "embed"), residual_std(config))
@@ -98,12 +123,9 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, sharder: Sharder) -> jax.Array:
         """x [B, T, D] -> [B, T, D]."""
-        hidden = add_bias(x @ self.up[...].astype(self.dtype), self.up_bias)
-        act = ACTIVATIONS[self.activation]
-        if self.gate is None:
-            hidden = act(hidden)
-        else:
-            hidden = act(add_bias(x @ self.gate[...].astype(self.dtype), self.gate_bias)) * hidden
+        up = add_bias(x @ self.up[...].astype(self.dtype), self.up_bias)
+        gate = None if self.gate is None else add_bias(x @ self.gate[...].astype(self.dtype), self.gate_bias)
+        hidden = self.activation(gate, up)
         hidden = sharder.activation(hidden, "batch", "seq", "mlp")
         return add_bias(hidden @ self.down[...].astype(self.dtype), self.down_bias)
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.config import ModelConfig, MoeConfig
 from jaxpar.models.experts import Across, Experts, feed
-from jaxpar.models.layers import Mlp, constant, normal, residual_std
+from jaxpar.models.layers import Activation, Mlp, constant, normal, residual_std
 from jaxpar.models.sharder import Sharder
 
 # The gradient of the balance bias is the excess of an expert's tokens; only its sign is used, and scaled down it does
@@ -41,11 +41,16 @@ class Moe(nnx.Module):
         E, F, std = moe.num_experts, moe.expert_dim or config.mlp_dim, config.init_std
         self.config, self.dtype = config, dtype
         self.router = normal(rngs, (D, E), ("embed", "choice"), std)
-        self.balance = constant(0.0, (E,), ("choice",)) if moe.bias_update_rate > 0 else None
+        self.router_bias = constant(0.0, (E,), ("choice",)) if moe.router_bias else None
+        self.balance = constant(0.0, (E,), ("choice",)) if moe.choice_bias or moe.bias_update_rate > 0 else None
         self.gate = normal(rngs, (E, D, F), ("expert", "embed", "mlp"), std) if config.gated else None
         self.up = normal(rngs, (E, D, F), ("expert", "embed", "mlp"), std)
         self.down = normal(rngs, (E, F, D), ("expert", "mlp", "embed"), residual_std(config))
-        shared = dataclasses.replace(config, mlp_dim=F * moe.num_shared, mlp_bias=False)
+        bias = config.mlp_bias
+        self.gate_bias = constant(0.0, (E, F), ("expert", "mlp")) if bias and config.gated else None
+        self.up_bias = constant(0.0, (E, F), ("expert", "mlp")) if bias else None
+        self.down_bias = constant(0.0, (E, D), ("expert", "embed")) if bias else None
+        shared = dataclasses.replace(config, mlp_dim=F * moe.num_shared)
         self.shared = Mlp(shared, dtype, rngs) if moe.num_shared else None
 
     def __call__(
@@ -57,10 +62,15 @@ class Moe(nnx.Module):
         logits = jnp.einsum(
             "BTD,DE->BTE", x.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest"
         )
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...].astype(jnp.float32)
         logits = sharder.activation(logits, "batch", "seq", "choice")
         routing = route(logits, valid, bias, self.config.moe, num_layers=self.config.num_layers)
-        weights = [None if w is None else w[...].astype(self.dtype) for w in (self.gate, self.up, self.down)]
-        y = sharder.experts(self._kernel, x, routing.chosen, routing.weights, Experts(*weights))  # pyright: ignore
+        weights = (self.gate, self.up, self.down, self.gate_bias, self.up_bias)
+        experts = Experts(*(None if w is None else w[...].astype(self.dtype) for w in weights))  # pyright: ignore
+        y = sharder.experts(self._kernel, x, routing.chosen, routing.weights, experts)
+        if self.down_bias is not None:
+            y = y + self._output_bias(routing, sharder).astype(y.dtype)
         if self.shared is not None:
             y = y + self.shared(x, sharder)
         return y, routing.aux
@@ -71,10 +81,21 @@ class Moe(nnx.Module):
         """One device's tokens through the experts; x [b, t, D]."""
         flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
         moe = self.config.moe
-        y = feed(
-            flat(x), flat(chosen), flat(weights), experts, moe.num_experts, self.config.activation, Across(*across)
-        )
+        act = Activation.of(self.config)
+        y = feed(flat(x), flat(chosen), flat(weights), experts, moe.num_experts, act, Across(*across))
         return y.reshape(x.shape)
+
+    def _output_bias(self, routing: Routing, sharder: Sharder) -> jax.Array:
+        """Weighted sum of the chosen experts' output biases, float32 [B, T, D].
+
+        Not part of the kernel, whose output is a partial sum on every tensor shard: there it would be added several
+        times.
+        """
+        assert self.down_bias is not None
+        is_chosen = routing.chosen[..., None] == jnp.arange(self.config.moe.num_experts)
+        share = sharder.activation((is_chosen * routing.weights[..., None]).sum(-2), "batch", "seq", "choice")
+        y = jnp.einsum("BTE,ED->BTD", share, self.down_bias[...].astype(jnp.float32))
+        return sharder.activation(y, "batch", "residual_seq", "embed")
 
 
 def route(logits: jax.Array, valid: jax.Array, bias: jax.Array | None, moe: MoeConfig, *, num_layers: int) -> Routing:
@@ -142,7 +163,7 @@ def _sums(
     z_loss = (jax.nn.logsumexp(logits, -1, keepdims=True) ** 2 * real).sum()
     loss = moe.balance_loss * balance + moe.router_z_loss * z_loss
     load = counts.sum(0)
-    if bias is not None:
+    if bias is not None and moe.bias_update_rate > 0:
         excess = jax.lax.stop_gradient(load - load.mean()) * EXCESS_SCALE
         loss = loss + jnp.sum((bias - jax.lax.stop_gradient(bias)) * excess)  # zero, with the excess as gradient
     entropy = -(share * jnp.log(share + 1e-20) * real).sum()

@@ -43,9 +43,11 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, rotated: int, base: float) 
     def pair_with(turns: float) -> float:
         return rotated * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(pair_with(rope.beta_fast)), 0)
-    high = min(math.ceil(pair_with(rope.beta_slow)), rotated - 1)
-    span = max(high - low, 0.001)  # the ramp of a degenerate range is a step
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    span = high - low if high > low else 0.001  # the ramp of a degenerate range is a step
     ramp = np.clip((np.arange(rotated // 2) - low) / span, 0.0, 1.0)
     return frequencies * (1 - ramp) + frequencies / rope.factor * ramp
 
@@ -88,11 +90,17 @@ def tables(config: ModelConfig, head_dim: int, positions: jax.Array) -> tuple[ja
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the pairs (i, i + R) of x [B, T, N, K] by tables [B, T, R]; features beyond 2R pass through."""
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
+    """Rotate the pairs (i, i + R) of x [B, T, N, K] by tables [B, T, R]; features beyond 2R pass through.
+
+    `interleaved`: the pairs are (2i, 2i + 1). They come out as (i, i + R): products of rotated queries and keys do not
+    notice, and nothing has to be woven together again.
+    """
     half = cos.shape[-1]
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    if interleaved:
+        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
     return jnp.concatenate([rotated, rest], -1) if rest.shape[-1] else rotated

@@ -161,12 +161,16 @@ class Transformer(nnx.Module):
         self, batch: Batch, sharder: Sharder = UNSHARDED, row_keys: jax.Array | None = None
     ) -> tuple[jax.Array, dict]:
         """Tokens [B, T] -> stream after the last block [B, T, D], auxiliary sums; both in the order of the stream."""
-        x, side, traits = self.embed(batch, sharder, row_keys), self.side(batch, row_keys), self.layer_traits()
-        if self.leading is not None:
-            leading = num_leading(self.config)
-            x, _ = self.run_blocks(self.leading, {name: a[:leading] for name, a in traits.items()}, x, side, sharder)
-            traits = {name: a[leading:] for name, a in traits.items()}
-        return self.run_blocks(self.blocks, traits, x, side, sharder)
+        x, side, aux = self.embed(batch, sharder, row_keys), self.side(batch, row_keys), {}
+        for blocks, traits in self.stacks():
+            x, aux = self.run_blocks(blocks, traits, x, side, sharder)  # leading layers have no sums
+        return x, aux
+
+    def stacks(self) -> list[tuple[Block, dict[str, np.ndarray]]]:
+        """Stacks of equal layers in the order of the model, each with its traits."""
+        traits, leading = self.layer_traits(), num_leading(self.config)
+        parts = [] if self.leading is None else [(self.leading, {name: a[:leading] for name, a in traits.items()})]
+        return [*parts, (self.blocks, {name: a[leading:] for name, a in traits.items()})]
 
     def logits_of(self, x: jax.Array, sharder: Sharder = UNSHARDED) -> jax.Array:
         """X [B, T, D] -> float32 logits [B, T, V]; padded vocabulary rows are hugely negative."""

@@ -36,6 +36,7 @@ class InsideLayout(Layout):
         mask_spec = type(mask)(
             segments=None if mask.segments is None else self.rules.spec(("batch", "seq")),
             window=None if mask.window is None else P(),
+            sinks=None if mask.sinks is None else self.rules.spec(("heads",)),
         )
         mapped = split_by_hand(
             lambda q, k, v, mask: kernel(q, k, v, mask, rules),

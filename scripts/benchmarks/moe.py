@@ -27,12 +27,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import expert_parallel
 from jaxpar.models.experts import Across, Experts, feed
+from jaxpar.models.layers import Activation
 
 # name -> (tokens of one device, embed, expert hidden, experts, per token): one device's share of a batch
 SIZES = {
     "Mixtral 8x7B": (4096, 4096, 14_336, 8, 2),
     "Qwen3 30B-A3B": (4096, 2048, 768, 128, 8),
 }
+SILU = Activation("silu")
 ALL = P(("data", "expert"), None, None)
 
 
@@ -48,7 +50,8 @@ def _flops() -> Iterator[Row]:
         make: Any = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
 
         def step(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: Experts, experts: int = experts) -> Any:
-            y, pull = jax.vjp(lambda x, weights, w: feed(x, chosen, weights, w, experts, "silu"), x, weights, w)
+            run = lambda x, weights, w: feed(x, chosen, weights, w, experts, SILU)  # noqa: E731
+            y, pull = jax.vjp(run, x, weights, w)
             return y, pull(y)
 
         bf16 = jnp.bfloat16
@@ -70,7 +73,7 @@ def _wire() -> Iterator[Row]:
     def layer(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: Experts) -> jax.Array:
         def kernel(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: Experts, across: tuple) -> jax.Array:
             flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-            y = feed(flat(x), flat(chosen), flat(weights), w, experts, "silu", Across(*across))
+            y = feed(flat(x), flat(chosen), flat(weights), w, experts, SILU, Across(*across))
             return y.reshape(x.shape)
 
         split: Any = P("expert")
@@ -101,7 +104,7 @@ def _time() -> Iterator[Row]:
     dense = make(width, k * hidden), make(width, k * hidden), make(k * hidden, width)
 
     def routed(x: jax.Array, w: Experts, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        return feed(x, chosen, weights, w, experts, "silu").sum()
+        return feed(x, chosen, weights, w, experts, SILU).sum()
 
     def plain(x: jax.Array, w: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         return ((jax.nn.silu(x @ w[0]) * (x @ w[1])) @ w[2]).sum()

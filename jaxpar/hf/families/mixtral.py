@@ -24,6 +24,15 @@ def tensors(model: ModelConfig) -> Iterator[Tensor]:
         yield tensor(f"{moe}experts.{{expert}}.{theirs}.weight", f"blocks/moe/{ours}", dims)
 
 
+def stacked(model: ModelConfig) -> Iterator[Tensor]:
+    """All tensors of a file with all experts of a layer in one."""
+    yield from common.ends(model)
+    yield from common.attention(model)
+    yield from common.norms(model)
+    yield tensor(f"{LAYER}mlp.gate.weight", "blocks/moe/router", "choice embed")
+    yield from common.stacked_experts()
+
+
 FAMILY = Family(
     preset="llama",
     model_type="mixtral",
@@ -34,6 +43,7 @@ FAMILY = Family(
         Field("num_local_experts", "moe.num_experts", 8), Field("num_experts_per_tok", "moe.experts_per_token", 2),
     ),
     tensors=tensors,
+    stacked=stacked,
     neutral=frozenset({"router_aux_loss_coef", "router_jitter_noise", "output_router_logits"}),  # of training
     experts=True,
 )  # fmt: skip

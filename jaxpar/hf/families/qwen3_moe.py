@@ -15,12 +15,22 @@ from jaxpar.hf.tensors import Tensor, tensor
 
 def tensors(model: ModelConfig) -> Iterator[Tensor]:
     """All tensors of a file."""
+    yield from _without_experts(model)
+    for part, dims in common.PROJECTIONS:
+        yield tensor(f"{LAYER}mlp.experts.{{expert}}.{part}_proj.weight", f"blocks/moe/{part}", dims)
+
+
+def stacked(model: ModelConfig) -> Iterator[Tensor]:
+    """All tensors of a file with all experts of a layer in one."""
+    yield from _without_experts(model)
+    yield from common.stacked_experts()
+
+
+def _without_experts(model: ModelConfig) -> Iterator[Tensor]:
     yield from common.ends(model)
     yield from common.attention(model)
     yield from common.norms(model)
     yield tensor(f"{LAYER}mlp.gate.weight", "blocks/moe/router", "choice embed")
-    for part, dims in (("gate", "mlp embed"), ("up", "mlp embed"), ("down", "embed mlp")):
-        yield tensor(f"{LAYER}mlp.experts.{{expert}}.{part}_proj.weight", f"blocks/moe/{part}", dims)
 
 
 FAMILY = Family(
@@ -33,11 +43,12 @@ FAMILY = Family(
         Windows(default=4096, switch=True, per_layer=False, rule_names=("max_window_layers",)), Rope(),
         Field("num_experts", "moe.num_experts", 128, aliases=("num_local_experts",)),
         Field("num_experts_per_tok", "moe.experts_per_token", 8),
-        Field("moe_intermediate_size", "moe.expert_dim", 768),
+        Field("moe_intermediate_size", "moe.expert_dim", 768, fill=lambda model: model.mlp_dim),
         Field("norm_topk_prob", "moe.normalize_weights", False),
         Only("decoder_sparse_step", 1), Only("mlp_only_layers", []),
     ),
     tensors=tensors,
+    stacked=stacked,
     neutral=frozenset({"router_aux_loss_coef", "output_router_logits"}),  # of training
     experts=True,
 )  # fmt: skip
