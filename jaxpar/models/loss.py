@@ -40,6 +40,17 @@ class Sums(NamedTuple):
         return Sums(self.loss, self.tokens, aux)
 
 
+class Split(NamedTuple):
+    """How the columns of the logits are held: all of them here, or a part, with the others on other stages."""
+
+    first: jax.Array | int = 0  # vocabulary row of the first column
+    total: Callable[[jax.Array], jax.Array] = lambda x: x  # adds the sums of all parts
+    largest: Callable[[jax.Array], jax.Array] = lambda x: x  # takes the largest of all parts
+
+
+WHOLE = Split()
+
+
 def cross_entropy(
     logits_of: Callable[[jax.Array], jax.Array],
     x: jax.Array,
@@ -47,6 +58,7 @@ def cross_entropy(
     weights: jax.Array,
     config: LossConfig,
     true_vocab: int,
+    split: Split = WHOLE,
 ) -> Sums:
     """Sums of x [B, T, D] under targets int32 and weights float32 [B, T].
 
@@ -55,7 +67,7 @@ def cross_entropy(
     """
 
     def part(x: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
-        return _sums(logits_of(x), targets, weights, config, true_vocab)
+        return _sums(logits_of(x), targets, weights, config, true_vocab, split)
 
     length, chunk = x.shape[1], config.chunk_tokens
     if chunk is None or chunk >= length:
@@ -75,14 +87,16 @@ def _in_chunks(a: jax.Array, num_chunks: int, pad: int) -> jax.Array:
     return jnp.moveaxis(a, 1, 0)
 
 
-def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array, config: LossConfig, true_vocab: int) -> Sums:
+def _sums(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, config: LossConfig, true_vocab: int, split: Split
+) -> Sums:
     """Sums of float32 logits [B, T, V]."""
-    largest = jax.lax.stop_gradient(logits.max(-1))
-    log_normalizer = jnp.log(jnp.exp(logits - largest[..., None]).sum(-1)) + largest
-    columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    picked = jnp.where(columns == targets[..., None], logits, 0.0).sum(-1)
+    largest = split.largest(jax.lax.stop_gradient(logits.max(-1)))
+    log_normalizer = jnp.log(split.total(jnp.exp(logits - largest[..., None]).sum(-1))) + largest
+    columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + split.first
+    picked = split.total(jnp.where(columns == targets[..., None], logits, 0.0).sum(-1))
     if config.label_smoothing:
-        uniform = jnp.where(columns < true_vocab, logits, 0.0).sum(-1) / true_vocab
+        uniform = split.total(jnp.where(columns < true_vocab, logits, 0.0).sum(-1)) / true_vocab
         picked = (1 - config.label_smoothing) * picked + config.label_smoothing * uniform
     loss = jnp.where(weights > 0, (log_normalizer - picked) * weights, 0.0).sum()
     z_loss = jnp.zeros(())

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.models.layers import dropout
-from jaxpar.models.loss import Sums
+from jaxpar.models.loss import Split, Sums, cross_entropy
 from jaxpar.models.sharder import Sharder
 from jaxpar.models.transformer import SITES
 from jaxpar.pipeline.inside import InsideLayout
@@ -46,21 +46,16 @@ def head_loss(ends: Any, x: jax.Array, targets: jax.Array, weights: jax.Array, s
     parts = sharder.weights({"norm": ends.final_norm, "table": ends.embedding if ends.config.tied else ends.head})
     table = parts["table"][...].astype(ends.precision.compute)
 
-    def part(x: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
-        logits, column = _logits(ends.config, parts["norm"], table, x, sharder)
-        return _sums(ends, logits, column, targets, weights)
+    split = Split(
+        first=_first_row(table.shape[0 if ends.config.tied else 1]),
+        total=lambda x: lax.psum(x, STAGE),
+        largest=lambda x: lax.pmax(x, STAGE),
+    )
 
-    length, chunk = x.shape[1], ends.loss.chunk_tokens
-    if chunk is None or chunk >= length:
-        return part(x, targets, weights)
-    pad = -length % chunk
-    chunks = []
-    for a in (x, targets, weights):
-        a = jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2))
-        chunks.append(jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0))
-    step = jax.checkpoint(lambda total, xs: (jax.tree.map(jnp.add, total, part(*xs)), None))
-    zero = Sums(jnp.zeros(()), jnp.zeros(()), {"loss": jnp.zeros(())})
-    return lax.scan(step, zero, tuple(chunks))[0]
+    def logits_of(x: jax.Array) -> jax.Array:
+        return _logits(ends.config, parts["norm"], table, x, split, sharder)
+
+    return cross_entropy(logits_of, x, targets, weights, ends.loss, ends.config.true_vocab, split)
 
 
 def _first_row(num_rows: int) -> jax.Array:
@@ -68,29 +63,13 @@ def _first_row(num_rows: int) -> jax.Array:
     return lax.axis_index(STAGE) * num_rows
 
 
-def _logits(config: Any, norm: Any, table: jax.Array, x: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
-    """This stage's float32 logits [B, T, V] of x [B, T, D], and the vocabulary row of every column."""
+def _logits(config: Any, norm: Any, table: jax.Array, x: jax.Array, split: Split, sharder: Sharder) -> jax.Array:
+    """This stage's float32 logits [B, T, V] of x [B, T, D]."""
     x = sharder.activation(norm(x), "batch", "seq", "embed")
     spec = "BTD,VD->BTV" if config.tied else "BTD,DV->BTV"
     logits = jnp.einsum(spec, x, table, preferred_element_type=jnp.float32)
     logits = sharder.activation(logits, "batch", "seq", "vocab")
     if (cap := config.logit_soft_cap) is not None:
         logits = cap * jnp.tanh(logits / cap)
-    column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + _first_row(logits.shape[-1])
-    return jnp.where(column < config.true_vocab, logits, HIDDEN), column
-
-
-def _sums(ends: Any, logits: jax.Array, column: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
-    """Sums over the vocabulary of all stages; see `jaxpar.models.loss`."""
-    settings, true_vocab = ends.loss, ends.config.true_vocab
-    largest = lax.pmax(lax.stop_gradient(logits.max(-1)), STAGE)
-    log_normalizer = jnp.log(lax.psum(jnp.exp(logits - largest[..., None]).sum(-1), STAGE)) + largest
-    picked = lax.psum(jnp.where(column == targets[..., None], logits, 0.0).sum(-1), STAGE)
-    if settings.label_smoothing:
-        uniform = lax.psum(jnp.where(column < true_vocab, logits, 0.0).sum(-1), STAGE) / true_vocab
-        picked = (1 - settings.label_smoothing) * picked + settings.label_smoothing * uniform
-    loss = jnp.where(weights > 0, (log_normalizer - picked) * weights, 0.0).sum()
-    z_loss = jnp.zeros(())
-    if settings.z_loss:
-        z_loss = settings.z_loss * jnp.where(weights > 0, log_normalizer**2 * weights, 0.0).sum()
-    return Sums(loss, weights.sum(), {"loss": z_loss})
+    column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + split.first
+    return jnp.where(column < config.true_vocab, logits, HIDDEN)
