@@ -105,6 +105,34 @@ def test_a_gang_saves_skips_a_damaged_step_and_is_read_by_one_process(tmp_path):
     np.testing.assert_array_equal(load_arrays(tmp_path / "checkpoints", 1)[1]["b"], values[0])
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_write_that_fails_on_one_process_does_not_make_the_others_wait(tmp_path, bad):
+    done = run_gang(
+        tmp_path,
+        f"""
+        import resource, signal, time
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if jax.process_index() == {bad}:  # no file may grow beyond a few bytes, as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        began = time.monotonic()
+        checkpoints.save(1, state, {{}})
+        checkpoints._join()
+        print("first", checkpoints._failed_saves, checkpoints._last_error, flush=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        checkpoints.save(2, state, {{}})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2], checkpoints.steps()
+        print("seconds", time.monotonic() - began, flush=True)
+        """,
+    )
+    told = done.stdout + done.stderr
+    assert told.count("first 1 step 1:") == 2, told  # both count the failure
+    seconds = [float(line.split("seconds")[1]) for line in told.splitlines() if "seconds " in line]
+    assert len(seconds) == 2, told
+    assert max(seconds) < 100, told  # the patience of a barrier is 300
+
+
 @pytest.mark.sweep
 def test_saved_by_one_process_read_by_four(tmp_path):
     values = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)

@@ -103,8 +103,9 @@ class Checkpoints:
             return
         partial = folders.partial(self.directory, step)
         write = thread = None
+        gate = self._agree.gate()
         try:
-            write = storage.start_write(partial / folders.STATE, named)
+            write = storage.start_write(partial / folders.STATE, named, gate)
         except storage.STORAGE_ERRORS as error:
             self._fail(step, error)
         # After the copy to host memory, which training waits for; and on every process, since it is a collective.

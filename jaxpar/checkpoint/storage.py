@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpar.runtime.coordination import Gate
 from jaxpar.tree import named_leaves, nested
 
 # What Orbax and TensorStore raise for a disk that is full, read-only or damaged. JaxRuntimeError is a RuntimeError.
@@ -27,16 +28,20 @@ class PendingWrite:
     """A write that goes on in the background."""
 
     checkpointer: Any
+    gate: Gate
 
     def wait(self) -> None:
-        """Return once every process has written its shards; raise one of `STORAGE_ERRORS` if it failed."""
+        """Return once every process has written its shards; raise one of `STORAGE_ERRORS` if any of them failed."""
         try:
             self.checkpointer.wait_until_finished()
+        except STORAGE_ERRORS:
+            self.gate.fail(1000 * BARRIER_TIMEOUT_S)
+            raise
         finally:
             self.checkpointer.close()
 
 
-def start_write(path: Path, named: Mapping[str, Any]) -> PendingWrite:
+def start_write(path: Path, named: Mapping[str, Any], gate: Gate) -> PendingWrite:
     """Copy the arrays to host memory, then write them to the new folder `path` in the background.
 
     The caller may donate the arrays as soon as this returns. A checkpointer serves one save: after a failure Orbax
@@ -44,11 +49,17 @@ def start_write(path: Path, named: Mapping[str, Any]) -> PendingWrite:
     """
     import orbax.checkpoint as ocp
 
-    checkpointer = ocp.AsyncCheckpointer(
-        _handler(), async_options=ocp.options.AsyncOptions(timeout_secs=BARRIER_TIMEOUT_S)
+    options = ocp.options.AsyncOptions(
+        timeout_secs=BARRIER_TIMEOUT_S,
+        barrier_sync_fn=lambda *, key, timeout_ms: gate.meet(timeout_ms),
     )
-    checkpointer.save(path, args=ocp.args.PyTreeSave(nested(named)))
-    return PendingWrite(checkpointer)
+    checkpointer = ocp.AsyncCheckpointer(_handler(), async_options=options)
+    try:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(nested(named)))
+    except STORAGE_ERRORS:
+        gate.fail(1000 * BARRIER_TIMEOUT_S)
+        raise
+    return PendingWrite(checkpointer, gate)
 
 
 def read(path: Path, named: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ file is the only one that touches it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from typing import Any
@@ -49,9 +50,56 @@ class Assembly:
         if self._count > 1:
             self._client.wait_at_barrier(self._next_key(), self._timeout_ms)
 
+    def gate(self) -> Gate:
+        """A `Gate` for one piece of work that all processes begin now and may carry on in a thread."""
+        return Gate(self._next_key(), self._client, self._rank, self._count)
+
     def _next_key(self) -> str:
         self._number += 1
         return f"{self._prefix}/{self._number}"
+
+
+class GateError(OSError):
+    """Another process failed at its part of the work."""
+
+
+class Gate:
+    """Where the processes that work at one thing meet, as often as the work wants; who failed tells it there.
+
+    Without this, the others would wait for a process that met an error until their patience ends.
+    """
+
+    def __init__(self, prefix: str, client: Any, rank: int, count: int) -> None:
+        self._prefix, self._client, self._rank, self._count = prefix, client, rank, count
+        self._met = 0
+        self._closed = False  # this process waits for nobody any more
+
+    def meet(self, timeout_ms: int) -> None:
+        """Return when every process is here; raise `GateError` if one of them failed."""
+        if self._count == 1:
+            return
+        self._met += 1
+        try:
+            self._client.wait_at_barrier(f"{self._prefix}/{self._met}", timeout_ms)
+        except RuntimeError:  # a process is dead or too late: there is nobody to tell
+            self._closed = True
+            raise
+        failed = sorted(int(key.rsplit("/", 1)[1]) for key, _ in self._client.key_value_dir_get(self._failures))
+        if failed:
+            self._closed = True
+            raise GateError(f"it failed on process {failed[0]}")
+
+    def fail(self, timeout_ms: int) -> None:
+        """Tell the others, at the next meeting, that this process failed. Does nothing after a failed meeting."""
+        if self._count == 1 or self._closed:
+            return
+        self._client.key_value_set(f"{self._failures}{self._rank}", "1")
+        with contextlib.suppress(GateError, RuntimeError):  # the failure that led here is the one to report
+            self.meet(timeout_ms)
+
+    @property
+    def _failures(self) -> str:
+        return f"{self._prefix}/failed/"
 
 
 class Board:
