@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
             model=dict(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32, dropout=0.1),
             optimizer=dict(warmup_steps=10),
             checkpoint=dict(interval=4, keep=2, max_failed_saves=1000),
-            runtime=dict(step_timeout_s={step_timeout_s}, compile_cache={cache!r}),
+            runtime=dict(step_timeout_s={step_timeout_s}, heartbeat_s=120, compile_cache={cache!r}),
             metrics=dict(tensorboard=False, progress=False),
             data=dict(
                 source="mixture",
