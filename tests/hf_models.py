@@ -44,12 +44,13 @@ def batch_of(name: str) -> dict[str, np.ndarray]:
 @functools.cache
 def built_for(name: str, pipeline: bool = False, mode: Any = "auto", **parallel: int) -> Built:
     """The model in float32 on a mesh; one device without degrees."""
+    degrees: dict[str, Any] = {"data": 1, "context_mode": mode} | parallel
     config = Config(
         model=model_of(DATA / name),
         precision="float32",
         seq_len=24,
         global_batch=2,
-        parallel=ParallelConfig(**({"data": 1, "context_mode": mode} | parallel)),
+        parallel=ParallelConfig(**degrees),
         pipeline=PipelineConfig(schedule="1f1b", microbatches=2) if pipeline else PipelineConfig(),
     )
     count = math.prod(size for axis, size in parallel.items() if axis != "zero")

@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_models import DATA, NAMES, model_of, reference
+from hf_models import DATA, NAMES, model_of, params_of, reference
 
 from jaxpar.config import Config, ParallelConfig
 from jaxpar.errors import UserError
 from jaxpar.generate import Generator, Sampling, draw, kept, load_generator
+from jaxpar.kv_cache import empty_caches
+from jaxpar.models.sharder import UNSHARDED
 from jaxpar.weights import Weights
 
-QUICK = ("gemma3", "gpt2", "mistral")
+QUICK = ("gemma3", "gpt2", "mistral", "deepseek_v3", "gpt_oss")
 
 
 @functools.cache
@@ -32,13 +34,25 @@ def test_greedy_is_that_of_transformers(name):
     assert generator(name)(prompts.tolist(), wanted.shape[1]) == wanted.tolist()
 
 
-def test_prompts_of_different_lengths_and_a_mesh():
+@pytest.mark.parametrize(
+    "name", [n if n == "mistral" else pytest.param(n, marks=pytest.mark.sweep) for n in QUICK if n != "gpt2"]
+)
+def test_prompts_of_different_lengths_and_a_mesh(name):
     """Rows of other lengths, one more than the mesh splits evenly, on data 2 x tensor 2: as each row alone."""
-    prompt = reference("mistral")["prompt"].tolist()[0]
+    prompt = reference(name)["prompt"].tolist()[0]
     prompts = [prompt[:4], prompt, prompt[:7]]
-    together = generator("mistral", 2, 2)(prompts, 6)
-    rows = [generator("mistral")([p, prompt], 6)[0] for p in prompts]  # widths as above: one compilation
+    together = generator(name, 2, 2)(prompts, 6)
+    rows = [generator(name)([p, prompt], 6)[0] for p in prompts]  # widths as above: one compilation
     assert together == rows
+
+
+def test_the_cache_of_latent_attention_holds_compressed_vectors():
+    params = params_of("deepseek_v3")
+    caches = empty_caches(params, 2, 30, UNSHARDED)
+    latent = params.config.latent
+    width = latent.kv_rank + latent.rope_dim
+    assert [cache.keys.shape for cache in caches] == [(1, 2, 30, 1, width), (2, 2, 30, 1, width)]
+    assert all(cache.values is None for cache in caches)
 
 
 def test_a_row_ends_before_a_stop_token_and_streams_as_it_goes():

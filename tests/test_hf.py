@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from hf_models import DATA, NAMES, assert_is_reference, batch_of, built_for, log
 
 from jaxpar.hf import export, load_params
 from jaxpar.hf.load import leaf_axes
+from jaxpar.models.count import parameter_count
 from jaxpar.tree import named_leaves
 
 QUICK = ("gemma3", "gpt2", "olmo2", "gpt_oss")
@@ -91,6 +93,14 @@ def test_a_new_config_means_the_same_model(name, tmp_path):
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
     again = load_params(tmp_path / "out", model, built_for(name).abstract_state.params)
     assert all(np.array_equal(leaf, values[key]) for key, leaf in named_leaves(again).items())
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_parameters_are_as_many_as_the_config_says(name):
+    model = built_for(name).config.model
+    sizes = [[model.true_vocab if axis == "vocab" else dim for axis, dim in zip(axes, leaf.shape)]
+             for axes, leaf in leaf_axes(params_of(name)).values()]  # fmt: skip
+    assert parameter_count(model) == sum(math.prod(size) for size in sizes)
 
 
 def test_parts_are_read_into_their_shards():

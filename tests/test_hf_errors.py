@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from jaxpar.hf.convert import abstract_params, export_folder, import_folder
 from jaxpar.hf.family import family_for
 from jaxpar.hf.load import leaf_axes
 from jaxpar.models import families
+from jaxpar.models.count import parameter_count
 from jaxpar.tree import named_leaves
 from jaxpar.weights import check_same_model, open_weights
 
@@ -74,15 +78,75 @@ def test_what_a_file_leaves_out_is_what_transformers_assumes(tmp_path):
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "warp": 3}},
             r"'linear': warp = 3 is not supported",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, r"truncate = False is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "warp": False}}, r"'yarn': warp = False is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, r"rope type 'linear': factor is missing"),
         ({"residual_multiplier": 0.2}, r"residual_multiplier: 0.2; jaxpar does not know this key of llama"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config: .* is not supported"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config\(dequantize=True\).*import that folder"),
         ({"hidden_size": None}, r"hidden_size: missing; a model needs it"),
     ],
 )
 def test_what_changes_the_maths_is_refused_by_name(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         model_from(tmp_path, **changes)
+
+
+def changed_config(tmp_path, name, changes) -> ModelConfig:
+    raw = json.loads((DATA / name / "config.json").read_text()) | changes
+    left = {key: value for key, value in raw.items() if value != ABSENT}
+    (tmp_path / "config.json").write_text(json.dumps(left))
+    return read_model(tmp_path)
+
+
+ABSENT = "absent"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 2}, r"num_key_value_heads: 2 is not supported; latent attention .* has 4"),
+        ({"head_dim": 8}, r"head_dim: 8 is not supported; latent attention of this file has 4"),
+        ({"scoring_func": "softmax"}, r"scoring_func: 'softmax' is not supported; jaxpar has 'sigmoid'"),
+        ({"moe_layer_freq": 2}, r"moe_layer_freq: 2 is not supported"),
+        ({"first_k_dense_replace": 3}, r"first_k_dense_replace: 3 of 3 layers is not supported; at least one layer"),
+        ({"index_topk": 64}, r"index_topk: 64; jaxpar does not know this key of deepseek_v3"),
+    ],
+)
+def test_what_changes_the_maths_of_deepseek_is_refused_by_name(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        changed_config(tmp_path, "deepseek_v3", changes)
+
+
+def test_deepseek_of_the_older_generation(tmp_path):
+    """The keys of the released files: no `rope_interleave`, no derived widths, and some of serving and training."""
+    new = read_model(DATA / "deepseek_v3")
+    rope = {"type": "yarn", "factor": 4, "mscale": 0.7, "mscale_all_dim": 1.1, "original_max_position_embeddings": 16}
+    changes = dict.fromkeys(("rope_parameters", "rope_interleave", "head_dim", "qk_head_dim", "dtype"), ABSENT)
+    changes |= {"rope_scaling": rope, "rope_theta": 10000, "torch_dtype": "bfloat16", "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1, "num_nextn_predict_layers": 1,
+                "aux_loss_alpha": 0.001, "seq_aux": True}  # fmt: skip
+    assert changed_config(tmp_path, "deepseek_v3", changes) == new
+    assert new.query_scale == pytest.approx(10**-0.5 * (0.11 * math.log(4) + 1) ** 2)
+    assert new.rope.attention_factor == pytest.approx((0.07 * math.log(4) + 1) / (0.11 * math.log(4) + 1))
+
+
+def test_gpt_oss_of_the_older_generation(tmp_path):
+    changes = dict.fromkeys(("rope_parameters", "layer_types", "swiglu_alpha", "sliding_window"), ABSENT)
+    changes |= {"num_experts_per_tok": 2, "experts_per_token": 2, "initial_context_length": 4096}
+    model = changed_config(tmp_path, "gpt_oss", changes)
+    assert (model.rope.base, model.rope.factor, model.rope.original_max_position) == (150_000.0, 32.0, 4096)
+    assert (model.rope.scaling, model.rope.truncate) == ("yarn", False)
+    assert (model.window, model.window_pattern) == (128, (True, False))
+    assert (model.swiglu_alpha, model.swiglu_limit) == (1.702, 1.0)
+
+
+@pytest.mark.parametrize(("layers", "experts", "total"), [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)])
+def test_gpt_oss_has_its_published_size(tmp_path, layers, experts, total):
+    sizes = {"num_hidden_layers": layers, "num_local_experts": experts, "hidden_size": 2880, "intermediate_size": 2880,
+             "vocab_size": 201_088, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}  # fmt: skip
+    left = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok"), ABSENT)
+    model = changed_config(tmp_path, "gpt_oss", sizes | left | {"num_attention_heads": 64})
+    assert parameter_count(model) == total
 
 
 def test_all_problems_of_a_config_are_told_at_once_and_can_be_passed_over(tmp_path):
@@ -133,6 +197,42 @@ def test_missing_extra_and_misshapen_tensors_are_all_listed(tmp_path):
         "1 tensors are not part of this model: model.layers.0.self_attn.q_proj.bias",
         "model.layers.0.self_attn.k_proj.weight has shape (8, 32), wanted (16, 32)",
     ]
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_told(tmp_path, caplog):
+    def deeper(tensors):
+        more = {name.replace(".2.", ".3."): tensors[name] for name in tensors if name.startswith("model.layers.2.")}
+        return tensors | more | {"model.layers.3.eh_proj.weight": np.zeros((24, 48), np.float32)}
+
+    assert same(load(rewritten(tmp_path, "deepseek_v3", deeper), "deepseek_v3"), "deepseek_v3")
+    assert "layers beyond the 3 of the model are left out" in caplog.text
+
+    def gap(tensors):
+        return {name: value for name, value in tensors.items() if not name.startswith("model.layers.1.mlp.gate.")}
+
+    with pytest.raises(UserError, match=r"2 tensors are missing: model.layers.1.mlp.gate.e_score_correction_bias"):
+        load(rewritten(tmp_path / "b", "deepseek_v3", gap), "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "qwen3_moe"])
+def test_all_experts_of_a_layer_may_lie_in_one_tensor(tmp_path, name):
+    def stacked(tensors):
+        short = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+        parts, kept = {}, {}
+        for key, value in tensors.items():
+            key = key.replace("block_sparse_moe", "mlp")
+            found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", key)
+            if found:
+                parts.setdefault((found[1], short[found[3]]), {})[int(found[2])] = value
+            else:
+                kept[key] = value
+        arrays = {key: np.stack([one[e] for e in range(len(one))]) for key, one in parts.items()}
+        for layer in {layer for layer, _ in arrays}:
+            kept[f"{layer}.gate_up_proj"] = np.concatenate([arrays[layer, "gate"], arrays[layer, "up"]], 1)
+            kept[f"{layer}.down_proj"] = arrays[layer, "down"]
+        return kept
+
+    assert same(load(rewritten(tmp_path, name, stacked), name), name)
 
 
 def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
@@ -228,7 +328,11 @@ def test_every_preset_has_a_counterpart(family):
     """What models/families.py presets is what the family's own config says, so a new model of it can be exported."""
     from jaxpar import config_file
 
-    settings = {"family": family, "vocab_size": 97, "num_layers": 6}
+    settings: dict[str, Any] = {"family": family, "vocab_size": 97, "num_layers": 6}
+    if family in ("deepseek_v3", "gpt_oss"):
+        settings["moe"] = {"num_experts": 8}
+    if family == "deepseek_v3":
+        settings |= {"latent": {"kv_rank": 16}, "num_kv_heads": 4}
     model = config_file.from_dict({"model": settings}).model
     raw = family_for(model).write_config(model)
     assert raw["model_type"].removesuffix("_text") == family

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from layouts import tiny
 
+from jaxpar import context
 from jaxpar.build import build
-from jaxpar.config import RopeConfig
+from jaxpar.config import LatentConfig, RopeConfig
+from jaxpar.errors import UserError
 from jaxpar.layout_check import random_batch
 from jaxpar.models import rope
+from jaxpar.models.attention import Mask, attend
 
 SETTINGS = {
     "plain": {},
@@ -20,6 +25,8 @@ SETTINGS = {
     "soft cap": {"attention_soft_cap": 5.0},
     "learned positions": {"positions": "learned", "max_position": 64},
     "grouped heads": {"num_kv_heads": 2, "qk_norm": "head"},
+    "sinks": {"attention_sinks": True, "num_kv_heads": 2},
+    "latent": {"latent": LatentConfig(kv_rank=12, rope_dim=4), "rope": RopeConfig(interleaved=True)},
 }
 
 
@@ -45,6 +52,60 @@ def test_packed_document_is_the_document_alone():
     alone = {key: np.roll(value, -cut, 1) for key, value in packed.items()}
     together, single = np.asarray(params.logits(packed)), np.asarray(params.logits(alone))
     np.testing.assert_allclose(single[:, : 64 - cut], together[:, cut:], atol=1e-5)
+
+
+def test_sinks_take_their_share_of_every_softmax():
+    """A sink that no score reaches takes all, one far below none, and one as likely as all tokens together a half."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, 16, heads, 8)) for key, heads in zip(keys, (4, 2, 2)))
+    plain = attend(q, k, v, Mask(), scale=0.3)
+    scores = jnp.einsum("BTHK,BSHK->BHTS", q, jnp.repeat(k, 2, 2)) * 0.3
+    total = jax.nn.logsumexp(jnp.where(jnp.tri(16, dtype=bool), scores, -jnp.inf), -1)[0, :, 9]
+    run = lambda sinks: attend(q, k, v, Mask(sinks=sinks), scale=0.3)  # noqa: E731
+    np.testing.assert_allclose(run(jnp.full(4, -100.0)), plain, atol=1e-6)
+    assert np.abs(run(jnp.full(4, 100.0))).max() <= 1e-6
+    np.testing.assert_allclose(run(total)[0, 9], plain[0, 9] / 2, atol=1e-6)
+    with pytest.raises(UserError, match="has no attention sinks"):
+        attend(q, k, v, Mask(sinks=total), scale=0.3, kernel="cudnn")
+
+
+@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
+def test_sinks_where_rows_are_split(mode):
+    built = build(tiny(parallel={"context": 2, "tensor": 2, "data": 2, "context_mode": mode}))
+    segments = jnp.asarray(np.arange(64) // 40 + 1)[None].repeat(2, 0)
+    mask = Mask(segments, 20, jnp.array([-1.0, 0.0, 1.0, 2.0]))
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, 64, heads, 8)) for key, heads in zip(keys, (4, 2, 2)))
+    order = built.layout.order(64)
+    order = np.arange(64) if order is None else order
+
+    def split(q, k, v, sinks):
+        layout, heads = built.layout, ("batch", "seq", "heads", "head_dim")
+        assert layout.context is not None
+        spec = layout.rules.spec(heads)
+        y = context.attend(
+            *(a[:, order] for a in (q, k, v)), segments[:, order], mask.window, sinks,
+            scores=context.Scores(0.3), plan=layout.context, mesh=built.mesh, q_spec=spec, kv_spec=spec,
+        )  # fmt: skip
+        return y[:, np.argsort(order)]
+
+    def loss(attention, *args):
+        y = attention(*args)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), y
+
+    def whole(q, k, v, sinks):
+        return attend(q, k, v, mask._replace(sinks=sinks), scale=0.3)
+
+    run = lambda f: jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2, 3), has_aux=True))(q, k, v, mask.sinks)  # noqa: E731
+    for got, wanted in zip(jax.tree.leaves(run(split)), jax.tree.leaves(run(whole)), strict=True):
+        assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_pairs_of_neighbours_rotate_as_pairs_of_halves_do():
+    x = jax.random.normal(jax.random.key(0), (1, 3, 2, 10))
+    cos, sin = (f(jnp.arange(12.0)).reshape(1, 3, 4) for f in (jnp.cos, jnp.sin))
+    woven = jnp.concatenate([jnp.stack([x[..., :4], x[..., 4:8]], -1).reshape(1, 3, 2, 8), x[..., 8:]], -1)
+    np.testing.assert_array_equal(rope.rotate(woven, cos, sin, interleaved=True), rope.rotate(x, cos, sin))
 
 
 def test_future_tokens_are_not_seen():

@@ -66,8 +66,9 @@ SCALING_SETTINGS = {
     "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position", "attention_factor", "truncate"),
 }
 QUANTIZED = (
-    "is not supported; jaxpar reads plain weights: load the model with transformers, which dequantizes it to bfloat16 "
-    "(for mxfp4: quantization_config=Mxfp4Config(dequantize=True)), save_pretrained it, and import that folder"
+    "is not supported; jaxpar reads plain weights: load the model with transformers, dequantized to bfloat16 (by "
+    "quantization_config=Mxfp4Config(dequantize=True) or FineGrainedFP8Config(dequantize=True)), save_pretrained it, "
+    "and import that folder"
 )
 
 
