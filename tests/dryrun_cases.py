@@ -46,7 +46,6 @@ CASES: dict[str, tuple[str, ...]] = {
         "parallel.zero=1",
         "pipeline.microbatches=8",
         "pipeline.schedule=fused",
-        "model.attention=xla",
     ),
     "sequence": ("parallel.zero=3", "parallel.tensor=2", "parallel.sequence_parallel=True"),
 }

@@ -130,6 +130,31 @@ def test_matmuls_and_parameters_are_those_of_the_model(name):
     assert shape.num_parameters() - padding == parameter_count(model)
 
 
+VARIANTS = {
+    "biases": ["model.qkv_bias=True", "model.out_bias=True", "model.mlp_bias=True", "model.norm=layer"],
+    "tied, four norms": ["model.tied=True", "model.norm_placement=both", "model.qk_norm=full", "model.num_kv_heads=2"],
+    "learned positions": ["model.positions=learned", "model.max_position=512", "model.qk_norm=head"],
+    "gpt-oss": [
+        "model.attention_sinks=True", "model.mlp_bias=True", "model.moe.num_experts=8", "model.moe.router_bias=True",
+        "model.moe.expert_dim=64",
+    ],
+    "deepseek": [
+        "model.latent.kv_rank=32", "model.latent.query_rank=48", "model.latent.rope_dim=16", "model.head_dim=32",
+        "model.latent.value_dim=24", "model.qkv_bias=True", "model.out_bias=True", "model.moe.num_experts=4",
+        "model.moe.num_shared=2", "model.moe.first_dense=1", "model.moe.choice_bias=True",
+    ],
+    "deepseek without query rank": ["model.latent.kv_rank=32", "model.latent.rope_dim=16"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_of_every_kind_of_model(name):
+    config = config_file.from_dict({"model": {"vocab_size": 256}}, VARIANTS[name])
+    shape = model_shape(config)
+    assert shape.num_parameters() == parameter_count(config.model)
+    assert model_flops_per_token(shape) == flops_per_token(config.model, config.seq_len)
+
+
 BASE = Layout(data=64, zero=1, remat="attention", microbatch_rows=2, num_microbatches=2)
 
 

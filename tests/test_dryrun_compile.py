@@ -148,6 +148,15 @@ def test_time_line_adds_up(case):
     assert not timeline.warnings
 
 
+def test_own_estimates_of_the_compiler_are_read(case):
+    """XLA's cost model has a figure for nearly all communication, within two orders of magnitude of ours."""
+    totals = [total for total in case.timeline.collectives if total.group_size > 1]
+    assert totals
+    theirs = sum(total.sol_s for total in totals)
+    assert 0.01 * case.timeline.communication_s < theirs < 100 * case.timeline.communication_s
+    assert case.timeline.sol_compute_s > 0
+
+
 def test_report_has_the_keys_other_tools_read(cases, tmp_path):
     case = cases["zero3"]
     gpu = find_target("h100")

@@ -95,11 +95,6 @@ def all_warnings(
             f"ragged_dot compiles to a dense masked matmul over all {shape.num_experts} experts: its FLOPs are that "
             "many times the useful ones"
         )
-    if step.fused_attention_refused is not None:
-        out.append(
-            "cuDNN attention does not compile in this layout, and would not on a GPU either; compiled with unfused "
-            f'attention instead, as model.attention="xla" would run: {step.fused_attention_refused}'
-        )
     out += unfused_attention(shape, layout)
     if layout.tensor > 1:
         nodes, _ = group_span(layout.sizes, ("tensor",), gpus_per_node)

@@ -65,8 +65,7 @@ class CompiledStep:
     state: dict[str, int]  # parameters, optimizer, gradients, counters, batch: bytes per device
     weights: list[dict[str, Any]]
     temporaries: list[Buffer]
-    fused_attention: bool
-    fused_attention_refused: str | None  # why the compiler did not take it, where it was wanted
+    schedule: dict[str, str]  # {"schedule": name} where the config's is "auto", else empty
     lower_s: float
     compile_s: float
     peak_rss_bytes: int
@@ -205,8 +204,7 @@ def _read_result(result: dict[str, Any], folder: Path, log: str) -> CompiledStep
         state=result["state"],
         weights=result["weights"],
         temporaries=read_buffers(folder / "dump"),
-        fused_attention=result["fused_attention"],
-        fused_attention_refused=result["fused_attention_refused"],
+        schedule=result["schedule"],
         lower_s=result["lower_s"],
         compile_s=result["compile_s"],
         peak_rss_bytes=result["peak_rss_bytes"],

@@ -173,6 +173,14 @@ def host_copy_of(module: Module, computation: Computation, instruction: Instruct
     return HostCopy(to_host, target.size_bytes)
 
 
+def sol_s(instruction: Instruction) -> float:
+    """Seconds by XLA's own "speed of light" model, which its scheduler hides communication by; 0 where it has none."""
+    for entry in instruction.config.get("reification_cost", ()):
+        if entry.get("name") == "sol":
+            return float(entry.get("exec_time_us", 0.0)) * 1e-6
+    return 0.0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
     """One collective, per device. `payload` is the larger of operand and result, the size textbooks quote."""
@@ -184,6 +192,7 @@ class Communication:
     payload_bytes: float
     wire_bytes: float  # sent by one device with a ring
     arrays: tuple[Shape, ...]  # operands
+    sol_s: float  # one run of it, by XLA's own cost model
     num_nodes: int  # that one group spans
     members_per_node: int
     asynchronous: bool
@@ -227,6 +236,7 @@ def communication_of(
         payload_bytes=payload,
         wire_bytes=wire,
         arrays=tuple(arrays),
+        sol_s=sol_s(instruction),
         num_nodes=nodes,
         members_per_node=members,
         asynchronous=asynchronous,

@@ -183,7 +183,7 @@ def _compiled_report(
         )
 
     step = compiled(unlimited_memory=False)
-    layout = dataclasses.replace(layout, fused_attention=step.fused_attention)
+    layout = dataclasses.replace(layout, **step.schedule)
     timeline = time_step(step, layout, gpu, assumed, per_node)
     unlimited_flops = None
     if options.check_recompute:
@@ -205,7 +205,9 @@ def report_of(
     buffers = live_buffers(step, shape, layout)
     tokens_per_s = config.global_batch * config.seq_len / timeline.step_s / layout.num_gpus
     rows = [
-        CollectiveRow(t.kind, t.axis, t.payload_bytes, t.count, t.time_s, t.exposed_s, t.dtype, t.between_nodes)
+        CollectiveRow(
+            t.kind, t.axis, t.payload_bytes, t.count, t.time_s, t.exposed_s, t.dtype, t.between_nodes, t.sol_s
+        )
         for t in timeline.collectives
         if t.group_size > 1
     ]
@@ -232,6 +234,7 @@ def report_of(
         step_time_s=timeline.step_s,
         compute_s=timeline.compute_s,
         exposed_s=timeline.exposed_s,
+        sol_compute_s=timeline.sol_compute_s,
         tokens_per_s_per_gpu=tokens_per_s,
         rows_per_s=config.global_batch / timeline.step_s,
         mfu=tokens_per_s * analytic.model_flops_per_token / analytic.gpu.bf16_flops_per_s,
@@ -247,7 +250,8 @@ def report_of(
             "alias_bytes": step.alias_bytes,
             "output_bytes": step.output_bytes,
             "state_bytes": step.state,
-            "fused_attention": step.fused_attention,
+            "fused_attention": layout.fused_attention,
+            "schedule": layout.schedule if layout.stage > 1 else None,
         },
         spans=tuple(timeline.spans),
     )

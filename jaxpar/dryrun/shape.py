@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from jaxpar.config import Config, LatentConfig, ModelConfig, MoeConfig
 from jaxpar.errors import UserError
-from jaxpar.validate import resolved_degrees
+from jaxpar.validate import SCHEDULE_ALIASES, resolved_degrees
 
 BATCH_AXES = ("replica", "data", "expert")
 OPTIMIZER_FLOATS = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}  # float32 per parameter
@@ -67,6 +67,8 @@ class ModelShape:
     num_shared: int = 0
     first_dense: int = 0
     balance_bias: bool = False
+    router_bias: bool = False
+    attention_sinks: bool = False
 
     @property
     def mlp_matrices(self) -> int:
@@ -76,7 +78,7 @@ class ModelShape:
     @property
     def attention_dim(self) -> int:
         """Features of a head in the attention kernel; latent attention pads its values to that of its keys."""
-        return self.head_dim + self.rope_dim
+        return max(self.head_dim + self.rope_dim, self.value_dim)
 
     @property
     def kinds(self) -> tuple[tuple[ModelShape, int], ...]:
@@ -137,6 +139,8 @@ class ModelShape:
             out += [Leaf(f"{name}_bias", (G, K), ("kv_heads", "head_dim")) for name in "kv"]
         if self.out_bias:
             out.append(Leaf("out_bias", (D,), ("embed",)))
+        if self.attention_sinks and not self.kv_rank:
+            out.append(Leaf("sinks", (H,), ("heads",)))
         if self.qk_norm == "head":
             out += [Leaf(f"{name}_norm", (K,), ("head_dim",)) for name in "qk" for _ in range(norms)]
         elif self.qk_norm == "full":
@@ -182,10 +186,12 @@ class ModelShape:
         D, E, F = self.embed_dim, self.num_experts, self.expert_dim
         into = ("gate", "up") if self.gated else ("up",)
         out = [Leaf("router", (D, E), ("embed", "choice"))]
-        if self.balance_bias:
-            out.append(Leaf("balance", (E,), ("choice",)))
+        out += [Leaf("choice_bias", (E,), ("choice",)) for _ in range(self.router_bias + self.balance_bias)]
         out += [Leaf(f"expert_{name}", (E, D, F), ("expert", "embed", "mlp")) for name in into]
         out.append(Leaf("expert_down", (E, F, D), ("expert", "mlp", "embed")))
+        if self.mlp_bias:
+            out += [Leaf(f"expert_{name}_bias", (E, F), ("expert", "mlp")) for name in into]
+            out.append(Leaf("expert_down_bias", (E, D), ("expert", "embed")))
         if self.num_shared:
             out += self._mlp_leaves(self.num_shared * F, "shared_")
         return tuple(out)
@@ -309,18 +315,23 @@ def model_shape(config: Config) -> ModelShape:
         expert_dim=(moe.expert_dim or model.mlp_dim) if moe.num_experts else 0,
         num_shared=moe.num_shared if moe.num_experts else 0,
         first_dense=moe.first_dense if moe.num_experts else 0,
-        balance_bias=moe.num_experts > 0 and moe.bias_update_rate > 0,
+        balance_bias=moe.num_experts > 0 and (moe.choice_bias or moe.bias_update_rate > 0),
+        router_bias=moe.num_experts > 0 and moe.router_bias,
+        attention_sinks=model.attention_sinks,
     )
 
 
 def can_fuse_attention(config: Config) -> bool:
     """Whether the attention of this config has a cuDNN kernel on a GPU."""
     model = config.model
-    head_dim = model.head_size + (model.latent.rope_dim if model.latent.kv_rank else 0)
+    head_dim = model.head_size
+    if model.latent.kv_rank:
+        head_dim = max(head_dim + model.latent.rope_dim, model.value_size)
     return (
         model.attention != "xla"
         and config.precision in ("bf16", "fp16", "fp8")
         and model.attention_soft_cap is None
+        and not model.attention_sinks
         and head_dim % 8 == 0
         and head_dim <= 128
     )
@@ -347,7 +358,7 @@ def layout_of(config: Config, num_gpus: int) -> Layout:
             f"global_batch = {config.global_batch} does not split over replica x data x expert = {shards} with "
             f"{knob} = {passes}; a multiple of {smallest} would, such as {better}"
         )
-    schedule = config.pipeline.schedule
+    schedule = SCHEDULE_ALIASES.get(config.pipeline.schedule, config.pipeline.schedule)
     return Layout(
         stage=stage,
         replica=sizes["replica"],

@@ -23,6 +23,7 @@ from jaxpar.dryrun.ops import (
     communication_of,
     host_copy_of,
     matmuls_of,
+    sol_s,
     traffic_bytes,
 )
 from jaxpar.dryrun.targets import GpuTarget
@@ -43,6 +44,7 @@ class CollectiveTotal:
     count: float = 0.0
     time_s: float = 0.0
     exposed_s: float = 0.0
+    sol_s: float = 0.0  # by XLA's own cost model
     arrays: dict[Shape, float] = dataclasses.field(default_factory=dict)  # operands, and how often each is moved
 
     @property
@@ -97,6 +99,7 @@ class Timeline:
     communication_s: float
     exposed_s: float
     step_s: float
+    sol_compute_s: float  # by XLA's own cost model, which knows nothing of fused attention
     kernels: float
     custom_calls: dict[str, float]
     spans: list[Span]
@@ -128,7 +131,7 @@ class _Walk:
         for size in mesh_shape.values():
             self.num_devices *= size
         self.flops: dict[str, float] = collections.defaultdict(float)
-        self.attention_flops = self.traffic = self.compute_s = self.kernels = 0.0
+        self.attention_flops = self.traffic = self.compute_s = self.sol_compute_s = self.kernels = 0.0
         self.collectives: dict[tuple, CollectiveTotal] = {}
         self.host: dict[str, float] = collections.defaultdict(float)
         self.custom: dict[str, float] = collections.defaultdict(float)
@@ -156,6 +159,7 @@ class _Walk:
         self.traffic += moved * times
         self.kernels += times
         self.compute_s += seconds * times
+        self.sol_compute_s += sol_s(instruction) * times
         name = instruction.op_name.rsplit("/", 1)[-1] or instruction.name.split(".")[0]
         entry = self.operations[f"{'matmul' if matmuls else instruction.opcode} {name}"]
         entry[0] += seconds * times
@@ -180,6 +184,7 @@ class _Walk:
         total.wire_bytes += one.wire_bytes * times
         total.count += times
         total.time_s += seconds * times
+        total.sol_s += one.sol_s * times
         for array in one.arrays:
             total.arrays[array] = total.arrays.get(array, 0.0) + times
         return total, seconds
@@ -344,6 +349,7 @@ def estimate_timeline(
         communication_s=sum(total.time_s for total in totals),
         exposed_s=sum(total.exposed_s for total in totals),
         step_s=step_s,
+        sol_compute_s=walk.sol_compute_s,
         kernels=walk.kernels,
         custom_calls=dict(walk.custom),
         spans=walk.spans,
