@@ -9,20 +9,14 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
+from hf_tiny import ROOT, Model, make_folder
 
-from jaxpar.config import ModelConfig
 from jaxpar.data import load_tokenizer
-from jaxpar.hf import export
-from jaxpar.hf.convert import abstract_params
-from jaxpar.hf.load import leaf_axes
 from jaxpar.weights import open_weights
 
-ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "tests" / "lm_eval_tasks"
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,
@@ -33,27 +27,9 @@ needs_lm_eval = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A random model with a tokenizer of words and single characters, and a start token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    texts = [json.loads(line) for line in (TASKS / "sums.jsonl").read_text().splitlines()]
-    words = {word for row in texts for word in f"{row['question']} {' '.join(row['choices'])}".split()}
-    names = ["<s>", "</s>", "<unk>", "\n", *sorted(words | {f" {word}" for word in words})]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+|\n"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    model = ModelConfig(
-        num_layers=2, embed_dim=32, num_heads=2, mlp_dim=48, vocab_size=len(names), vocab_multiple=8
-    )  # fmt: skip
-    leaves = leaf_axes(abstract_params(model))
-    rng = np.random.default_rng(0)
-    values = {name: 0.5 * rng.standard_normal(like.shape, np.float32) for name, (_, like) in leaves.items()}
-    target = tmp_path_factory.mktemp("harness") / "model"
-    export(target, model, leaves, values.__getitem__, max_position=64)
-    tokenizer.save(str(target / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    return target
+    rows = [json.loads(line) for line in (TASKS / "sums.jsonl").read_text().splitlines()]
+    words = {word for row in rows for word in f"{row['question']} {' '.join(row['choices'])}".split()}
+    return make_folder(tmp_path_factory.mktemp("harness") / "model", words)
 
 
 def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -64,24 +40,15 @@ def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@functools.cache
+def model_of(folder: Path) -> Model:
+    return Model(folder)
+
+
 def logprobs_of(folder: Path, text: str) -> tuple[list[int], np.ndarray]:
     """Ids of a text after the start token, and log-probabilities of what follows each position [T, V]."""
     ids = [0, *load_tokenizer(str(folder)).encode_batch([text])[0].tolist()]
-    return ids, logprobs_after(folder, ids)
-
-
-@functools.cache
-def params_of(folder: Path) -> tuple[Any, Any]:
-    weights = open_weights(folder)
-    return weights.load(abstract_params(weights.model)), jax.jit(lambda params, batch: params.logits(batch))
-
-
-def logprobs_after(folder: Path, ids: list[int]) -> np.ndarray:
-    params, logits = params_of(folder)
-    count, ids = len(ids), [*ids, *[0] * (24 - len(ids))]
-    batch = {"tokens": np.array([ids]), "positions": np.arange(len(ids))[None], "segment_ids": np.ones((1, len(ids)))}
-    batch = {name: a.astype(np.int32) for name, a in batch.items()}
-    return np.asarray(jax.nn.log_softmax(logits(params, batch)[0, :count]), np.float64)
+    return ids, model_of(folder).logprobs(ids)
 
 
 def continuation(folder: Path, context: str, text: str) -> float:
@@ -136,10 +103,7 @@ def test_answers_of_the_model_are_those_of_the_harness(folder):
     tokenizer = load_tokenizer(str(folder))
     for prompt, text in zip(prompts, long):
         ids, _ = logprobs_of(folder, prompt)
-        start = len(ids)
-        while len(ids) < start + 6 and (token := int(logprobs_after(folder, ids)[-1].argmax())) != tokenizer.eos_id:
-            ids.append(token)
-        assert text == tokenizer.decode(ids[start:])
+        assert text == tokenizer.decode(model_of(folder).greedy(ids, 6, tokenizer.eos_id))
     word = long[0].split()[1]
     (cut,) = ask("generate_until", (prompts[0], {"until": [word], "max_gen_toks": 6}))
     assert cut == long[0].split(word)[0]

@@ -36,6 +36,17 @@ def start(named: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
     return finish
 
 
+def of_part(part: np.ndarray, index: Sequence[slice], shape: Sequence[int]) -> int:
+    """What the part `index` of an array [shape] adds to its checksum; those of all parts are added modulo 2**32."""
+    first, stride = np.ones(part.shape[:-1], np.uint32), 1
+    for dim in reversed(range(part.ndim)):
+        numbers = np.arange(part.shape[dim], dtype=np.uint64) if dim < part.ndim - 1 else np.zeros(1, np.uint64)
+        places = ((numbers + index[dim].start) * (stride % 2**32) % 2**32).astype(np.uint32)
+        first += places.reshape(-1, *[1] * (part.ndim - 2 - dim)) if dim < part.ndim - 1 else places[0]
+        stride *= shape[dim]
+    return int(_compiled_sum()(part.reshape(-1, part.shape[-1]), first.reshape(-1)))
+
+
 def _host_bits(array: Any) -> Any:
     # Without x64 a 64-bit host array cannot enter jax as it is; its halves become one number as in `_bits`.
     if getattr(array, "sharding", None) is not None or array.dtype.itemsize != 8:

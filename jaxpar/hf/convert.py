@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxpar import config_file
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import stream
 from jaxpar.checkpoint.plain import load_arrays
-from jaxpar.config import CheckpointConfig, Config, DataConfig, ModelConfig
+from jaxpar.config import Config, DataConfig, ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.hf import files
-from jaxpar.hf.load import leaf_axes, load_params, read_model
+from jaxpar.hf.load import leaf_axes, open_leaves, read_model
 from jaxpar.hf.peft import export_adapter
 from jaxpar.hf.save import export
 from jaxpar.tree import named_leaves
@@ -32,16 +34,30 @@ def import_folder(
     model = read_model(source, ignore)
     if vocab_multiple is not None:
         model = dataclasses.replace(model, vocab_multiple=vocab_multiple)
-    params = load_params(source, model, abstract_params(model))
-    origin = target / ORIGIN
-    origin.mkdir(parents=True, exist_ok=True)
-    files.carry(source, origin)
-    (origin / files.CONFIG).write_bytes((source / files.CONFIG).read_bytes())
-    with Checkpoints(target / CHECKPOINTS, CheckpointConfig(asynchronous=False)) as checkpoints:
-        checkpoints.save(0, {"params": params}, {"imported": str(source)})
+    with open_leaves(source, model, abstract_params(model)) as (likes, read, release):
+        origin = target / ORIGIN
+        origin.mkdir(parents=True, exist_ok=True)
+        files.carry(source, origin)
+        (origin / files.CONFIG).write_bytes((source / files.CONFIG).read_bytes())
+        named = {
+            f"params/{leaf}": stream.Parts(tuple(like.shape), np.dtype(like.dtype), _read_once(leaf, read, release))
+            for leaf, like in likes.items()
+        }
+        stream.write(target / CHECKPOINTS, 0, named, {"imported": str(source)})
     config = _config(model, Weights(origin, model))
     (target / "config.json").write_text(config_file.to_json(config))
     return config
+
+
+def _read_once(leaf: str, read: Callable[..., np.ndarray], release: Callable[[], None]) -> Callable[..., np.ndarray]:
+    """Reads parts of a parameter; pages of the files that were mapped for it count as memory until released."""
+
+    def run(index: tuple[slice, ...]) -> np.ndarray:
+        part = read(leaf, index)
+        release()
+        return part
+
+    return run
 
 
 def _config(model: ModelConfig, weights: Weights) -> Config:

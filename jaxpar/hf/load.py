@@ -7,10 +7,12 @@ never filled in.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from jaxpar.hf.files import TensorFiles
 from jaxpar.hf.tensors import Sizes, Tensor
 from jaxpar.tree import from_named
 
+Index = tuple[slice, ...]
 SHOWN = 20  # names of one kind in a message
 STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj")  # names of a file with all experts in one tensor
 LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\..*")
@@ -49,17 +52,34 @@ def load_params(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     `abstract`: a `Transformer` of `ShapeDtypeStruct`s that may carry shardings. Raises `UserError` for files that
     lack a tensor, have one too many, or one of another shape.
     """
+    named = {}
+    with open_leaves(folder, model, abstract) as (likes, read, release):
+        for leaf, like in likes.items():
+            named[leaf] = _load_leaf(like, functools.partial(read, leaf))
+            release()  # mapped pages count as memory until then
+    return from_named(abstract, named)
+
+
+@contextlib.contextmanager
+def open_leaves(
+    folder: str | Path, model: ModelConfig, abstract: Any
+) -> Iterator[tuple[dict[str, Any], Callable[[str, Index], np.ndarray], Callable[[], None]]]:
+    """(array-likes of `abstract` by name, read(name, index) -> the values there, release() mapped pages).
+
+    Raises as `load_params` does, before anything is read.
+    """
     folder = Path(folder)
     family = family_of(files.read_config(folder))
     with files.open_tensors(folder) as tensors:
         stacked = any(STACKED.fullmatch(name) for name in tensors.names)
         plan = Plan.make(family, model, leaf_axes(abstract), stacked=stacked)
         names = _match(plan, family, tensors, model)
-        named = {}
-        for leaf, (_, like) in plan.axes_and_like.items():
-            named[leaf] = _load_leaf(plan, leaf, names, tensors, like)
-            tensors.release()  # mapped pages count as memory until then
-    return from_named(abstract, named)
+
+        def read(leaf: str, index: Index) -> np.ndarray:
+            axes, like = plan.axes_and_like[leaf]
+            return _read_part(plan, leaf, axes, index, like, names, tensors)
+
+        yield {leaf: like for leaf, (_, like) in plan.axes_and_like.items()}, read, tensors.release
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,17 +202,16 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _load_leaf(plan: Plan, leaf: str, names: Mapping[str, str], tensors: TensorFiles, like: Any) -> Any:
+def _load_leaf(like: Any, read: Callable[[Index], np.ndarray]) -> Any:
     """One parameter; every part that a device of this process holds is read once."""
     import jax
 
-    axes, _ = plan.axes_and_like[leaf]
     parts: dict[Any, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Index) -> np.ndarray:
         key = tuple(bounds.indices(dim) for bounds, dim in zip(index, like.shape))
         if key not in parts:
-            parts[key] = _read_part(plan, leaf, axes, index, like, names, tensors)
+            parts[key] = read(index)
         return parts[key]
 
     sharding = getattr(like, "sharding", None)
