@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -146,6 +147,19 @@ def test_time_line_adds_up(case):
     for total in timeline.collectives:
         assert 0 <= total.exposed_s <= total.time_s * (1 + 1e-9) + 1e-9
     assert not timeline.warnings
+
+
+def test_spans_fill_the_step(case):
+    """Within the step, in order, none of a stream over another; compute is what the time line counted."""
+    spans = case.timeline.spans
+    assert len(spans) > 20
+    for stream in ("compute", "communication"):
+        ours = [span for span in spans if span.stream == stream]
+        assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(ours))
+        assert ours[-1].end_s <= case.timeline.step_s + 1e-9
+    if case.layout.stage == 1:
+        busy = sum(span.end_s - span.start_s for span in spans if span.stream == "compute")
+        assert busy == pytest.approx(case.timeline.compute_s, rel=0.02)
 
 
 def test_own_estimates_of_the_compiler_are_read(case):

@@ -252,19 +252,31 @@ def test_layout_for_the_devices_there_are():
     assert "closed form" in line
 
 
+# Small spaces of which every layout is compiled: GPUs, width, bounds.
+SMALL_SPACES = {
+    "pipelines on 8": (8, 1024, Limits(max_stage=2, zero=(1, 3), remat=("full",), max_microbatches=2)),
+    "tensor and replicas on 16": (16, 1024, Limits(max_stage=1, zero=(1, 3), remat=("full",), max_microbatches=1)),
+    "wider, pipelines on 16": (16, 2048, Limits(max_stage=2, zero=(1,), remat=("dots",), max_microbatches=2)),
+}
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize(("gpus", "embed"), [(8, 1024), (16, 1024), (16, 2048)])
-def test_winner_is_near_the_best_of_an_exhaustive_compile(gpus, embed):
+@pytest.mark.parametrize("name", SMALL_SPACES)
+def test_winner_is_near_the_best_of_an_exhaustive_compile(name):
     """At most 3 % behind the fastest of every layout of a small space, all compiled."""
     if missing_plugin():
         pytest.skip("the compiler plugin is not installed")
+    gpus, embed, limits = SMALL_SPACES[name]
     settings = {"num_layers": 4, "embed_dim": embed, "num_heads": 16, "mlp_dim": 4 * embed, "vocab_size": 32000}
     config = config_file.from_dict({"global_batch": 32, "seq_len": 2048, "model": settings})
-    limits = Limits(max_stage=1, zero=(1, 3), remat=("dots", "full"))
     found = plan(config, "h100", gpus, search_options=Search(max_compiles=12, limits=limits))
-    best = float("inf")
+    assert found.compiled <= 12
+    reports = {one.layout: one.report for one in found.layouts}
     for layout in space_of(config, gpus, **dataclasses.asdict(limits)).layouts():
-        report = dry_run(config_of(config, layout), "h100", gpus, options=Options())
-        if report.fits:
-            best = min(best, report.step_time_s)
-    assert found.best.report.step_time_s <= 1.03 * best
+        if layout not in reports:
+            reports[layout] = dry_run(config_of(config, layout), "h100", gpus)
+    best_s = min(report.step_time_s for report in reports.values() if report.fits)
+    behind = found.best.report.step_time_s / best_s - 1
+    print(f"{name}: {found.compiled} of {len(reports)} layouts compiled by the planner, winner {behind:.2%} behind")
+    assert len(reports) > found.compiled
+    assert behind <= 0.03

@@ -26,13 +26,18 @@ def plot_memory(report: Report, axes: Axes) -> None:
 
 
 def plot_timeline(report: Report, axes: Axes) -> None:
-    """Streams of one step; loops are one bar each. Without a compiled program: compute, exposed, bubble."""
+    """Streams of one step; a gap in compute is exposed communication. Not compiled: compute, exposed, bubble."""
     if report.spans:
-        for span in report.spans:
-            row = STREAMS.index(span.stream)
-            axes.broken_barh([(span.start_s * 1e3, (span.end_s - span.start_s) * 1e3)], (row - 0.4, 0.8),
-                             facecolors=_COLOURS[span.stream])  # fmt: skip
-        axes.set_yticks(range(len(STREAMS)), STREAMS)
+        streams = [stream for stream in STREAMS if any(span.stream == stream for span in report.spans)]
+        for row, stream in enumerate(streams):
+            bars = [
+                (span.start_s * 1e3, (span.end_s - span.start_s) * 1e3)
+                for span in report.spans
+                if span.stream == stream
+            ]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[stream])
+        axes.set_yticks(range(len(streams)), streams)
+        axes.invert_yaxis()
     else:
         parts = [("compute", report.compute_s), ("exposed communication", report.exposed_s)]
         parts.append(("bubble", report.bubble_fraction * report.step_time_s))

@@ -7,6 +7,7 @@ table of parameters here mirrors the models: the dry run checks its byte counts 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -266,11 +267,16 @@ class Layout:
 
 def group_span(sizes: Mapping[str, int], axes: tuple[str, ...], gpus_per_node: int) -> tuple[int, int]:
     """(nodes, members per node) of a group over `axes` of a mesh laid out row by row on nodes."""
+    strides = {name: math.prod(list(sizes.values())[i + 1 :]) for i, name in enumerate(sizes)}
+    return _span(tuple((sizes[axis], strides[axis]) for axis in axes), gpus_per_node)
+
+
+@functools.lru_cache(maxsize=65536)
+def _span(counted: tuple[tuple[int, int], ...], gpus_per_node: int) -> tuple[int, int]:
+    """`group_span` of axes given as (size, stride)."""
     members = [0]
-    names = list(sizes)
-    for axis in axes:
-        stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
-        members = [base + step * stride for base in members for step in range(sizes[axis])]
+    for size, stride in counted:
+        members = [base + step * stride for base in members for step in range(size)]
     nodes = len({member // gpus_per_node for member in members})
     return nodes, max(1, round(len(members) / nodes))
 

@@ -53,9 +53,12 @@ class CollectiveTotal:
         return "+".join(self.axes) or "-"
 
 
+MOST_SPANS = 20_000  # a loop that would make more is one bar
+
+
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One bar of the picture of a step; top level only."""
+    """One bar of the picture of a step; what computes without a gap is one bar."""
 
     stream: str  # "compute" | "communication" | "host"
     start_s: float
@@ -190,18 +193,37 @@ class _Walk:
         return total, seconds
 
     def _span(self, top: bool, stream: str, start_s: float, end_s: float, label: str) -> None:
-        if top and end_s > start_s:
+        if not top or end_s <= start_s:
+            return
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.stream == stream == "compute" and abs(start_s - last.end_s) < 1e-9:
+            self.spans[-1] = dataclasses.replace(last, end_s=end_s)
+        else:
             self.spans.append(Span(stream, start_s, end_s, label))
 
-    def _loop(self, instruction: Instruction, times: float) -> float:
+    def _loop(self, instruction: Instruction, times: float, start_s: float | None) -> float:
+        """`start_s`: when the loop starts, where its iterations belong into the picture."""
         trips = instruction.config.get("known_trip_count", {}).get("n")
         if trips is None:
             self.warnings.append(f"loop {instruction.name}: trip count not known, counted once")
             trips = 1
-        seconds = 0.0
+        seconds, before, self.spans = 0.0, self.spans, []
         for called in instruction.called:
-            seconds += self.walk(self.module.computations[called], times * int(trips))
+            seconds += self.walk(self.module.computations[called], times * int(trips), top=start_s is not None)
+        one, self.spans = self.spans, before
+        if start_s is not None:
+            self._repeat(one, int(trips), start_s, seconds, _label(instruction))
         return seconds * int(trips)
+
+    def _repeat(self, one: list[Span], trips: int, start_s: float, trip_s: float, label: str) -> None:
+        """Adds the spans of a loop, given those of one iteration."""
+        if len(self.spans) + len(one) * trips > MOST_SPANS:
+            self._span(True, "compute", start_s, start_s + trips * trip_s, label)
+            return
+        for trip in range(trips):
+            shift = start_s + trip * trip_s
+            for span in one:
+                self._span(True, span.stream, span.start_s + shift, span.end_s + shift, span.label)
 
     def _branches(self, instruction: Instruction, times: float) -> float:
         """The longest branch sets the pace; the counts are those of the share of ticks it runs in."""
@@ -241,8 +263,9 @@ class _Walk:
                 continue
             if opcode in ("while", "call", "conditional"):
                 if opcode == "while":
-                    now += self._loop(instruction, times)
-                elif opcode == "conditional":
+                    now += self._loop(instruction, times, start if top else None)
+                    continue
+                if opcode == "conditional":
                     now += self._branches(instruction, times)
                 else:
                     now += sum(self.walk(self.module.computations[called], times) for called in instruction.called)

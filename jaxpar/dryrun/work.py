@@ -7,6 +7,7 @@ one formula of the project; the matmuls listed here have the same weights, which
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jaxpar.dryrun.shape import Layout, ModelShape, layers_per_stage
 from jaxpar.models.count import flops_per_token
@@ -133,6 +134,7 @@ def layer_flops_per_token(shape: ModelShape, layout: Layout) -> float:
     return 3 * weights + again + attention * sum(attention_runs(layout))
 
 
+@functools.lru_cache(maxsize=1024)
 def model_flops_per_token(shape: ModelShape) -> float:
     """FLOPs that MFU counts, by the formula that a training run logs with: nothing recomputed, causality counted."""
     return flops_per_token(shape.model(), shape.seq_len)
