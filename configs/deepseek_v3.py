@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
             accumulation=15,
             remat="full",
             model=dict(
-                family="llama",
+                family="deepseek_v3",
                 num_layers=61,
                 embed_dim=7168,
                 num_heads=128,
