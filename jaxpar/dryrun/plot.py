@@ -53,7 +53,7 @@ def plot_timeline(report: Report, axes: Axes) -> None:
 def plot_collectives(report: Report, axes: Axes) -> None:
     """Hidden and exposed time of each kind of collective."""
     rows = report.collectives[:8]
-    labels = [f"{row.kind}\n{row.axis}" for row in rows]
+    labels = [f"{row.kind} {row.dtype}\n{row.axis}" for row in rows]
     exposed = [row.exposed_s * 1e3 for row in rows]
     hidden = [max(0.0, row.time_s - row.exposed_s) * 1e3 for row in rows]
     axes.barh(labels, hidden, color="#aaccee", label="hidden")

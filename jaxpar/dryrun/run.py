@@ -192,6 +192,25 @@ def _compiled_report(
     return report_of(config, analytic, step, timeline, shape, layout, warnings)
 
 
+def collective_rows(timeline: Timeline) -> tuple[CollectiveRow, ...]:
+    """One row per kind, axis and dtype, the dearest first."""
+    rows: dict[tuple[str, str, str], CollectiveRow] = {}
+    for total in timeline.collectives:
+        if total.group_size == 1:
+            continue
+        key = (total.kind, total.axis, total.dtype)
+        before = rows.get(key, CollectiveRow(*key[:2], 0.0, 0.0, 0.0, 0.0, total.dtype, total.between_nodes))
+        rows[key] = dataclasses.replace(
+            before,
+            size_bytes=before.size_bytes + total.payload_bytes,
+            count=before.count + total.count,
+            time_s=before.time_s + total.time_s,
+            exposed_s=before.exposed_s + total.exposed_s,
+            sol_s=before.sol_s + total.sol_s,
+        )
+    return tuple(sorted(rows.values(), key=lambda row: -row.time_s))
+
+
 def report_of(
     config: Config,
     analytic: Report,
@@ -204,13 +223,6 @@ def report_of(
     """The report of a compiled step; `analytic` keeps its figures beside it."""
     buffers = live_buffers(step, shape, layout)
     tokens_per_s = config.global_batch * config.seq_len / timeline.step_s / layout.num_gpus
-    rows = [
-        CollectiveRow(
-            t.kind, t.axis, t.payload_bytes, t.count, t.time_s, t.exposed_s, t.dtype, t.between_nodes, t.sol_s
-        )
-        for t in timeline.collectives
-        if t.group_size > 1
-    ]
     top = [
         {"bytes": one.size_bytes, "class": one.kind, "shape": one.shape, "origin": one.origin} for one in buffers[:20]
     ]
@@ -230,7 +242,7 @@ def report_of(
         temp_bytes=float(step.temp_bytes),
         bytes_by_class=bytes_by_class(step, buffers),
         flops_per_gpu=timeline.flops,
-        collectives=tuple(rows),
+        collectives=collective_rows(timeline),
         step_time_s=timeline.step_s,
         compute_s=timeline.compute_s,
         exposed_s=timeline.exposed_s,
