@@ -27,6 +27,26 @@ EXPERTS = {"model.moe.num_experts": 4, "model.moe.experts_per_token": 2}
 
 # (settings, parts of the message, settings that the message suggests)
 REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
+    (
+        {"model.activation": "clamped_swiglu", "model.gated": False},
+        ["model.activation = clamped_swiglu", "use model.gated = True"],
+        {"model.gated": True},
+    ),
+    (
+        {"model.attention_sinks": True, "model.attention": "cudnn"},
+        ["that kernel has no sinks", 'use model.attention = "xla", or "auto"'],
+        {"model.attention": "auto"},
+    ),
+    (
+        {"model.attention_sinks": True, "model.latent.kv_rank": 16},
+        ["model.attention_sinks = True", "latent attention has none; use False"],
+        {"model.attention_sinks": False},
+    ),
+    (
+        {"model.latent.kv_rank": 16, "model.latent.rope_dim": 7},
+        ["model.latent.rope_dim = 7", "use model.latent.rope_dim = 8"],
+        {"model.latent.rope_dim": 8},
+    ),
     ({"global_batch": 12}, ["global_batch = 12", "parallel.data = 8", "use 8 or 16"], {"global_batch": 8}),
     (
         {"global_batch": 20, "accumulation": 4},
