@@ -51,7 +51,7 @@ class MeasuredRun:
     tokens_per_s_per_gpu: float
     grade: str  # A: the layout is fully known; B: one assumption
     xla: bool  # a JAX program: the same compiler as ours
-    memory_bytes: float | None = None
+    memory_fraction: float | None = None  # of the device, which the run was given and did with
     lock_step: bool = False
 
     def predicted(self, assumed: Assumptions) -> float:
@@ -76,7 +76,7 @@ def read_run(row: dict[str, Any]) -> MeasuredRun:
         tokens_per_s_per_gpu=row["tokens_per_s_per_gpu"],
         grade=row.get("grade", "A"),
         xla=row.get("xla", False),
-        memory_bytes=row.get("memory_bytes"),
+        memory_fraction=row.get("memory_fraction"),
         lock_step=row.get("lock_step", False),
     )
 

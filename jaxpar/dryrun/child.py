@@ -38,7 +38,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     started = time.monotonic()
     config = config_file.from_dict(request["config"])
     devices = absent_devices(request["target_config"], request["topology"])
-    options = {"xla_gpu_collect_cost_model_stats": True} | request["compiler_options"]
+    options = request["compiler_options"] or None
     if request["fused_attention"]:
         _accept_absent_cudnn()
     # "auto" asks for the devices of this process, which are not those that are compiled for.

@@ -31,6 +31,7 @@ from jaxpar.dryrun.calibrate import (
     rank_correlation,
 )
 from jaxpar.dryrun.compile import CompiledStep, compile_step, missing_plugin
+from jaxpar.dryrun.memory import memory_by_class
 from jaxpar.dryrun.run import dry_run, time_step
 from jaxpar.dryrun.speed import estimate_step
 from jaxpar.planner.plan import plan
@@ -46,7 +47,7 @@ OUR_REMAT = {
     "qkv": "full",
     "all_but_mlp": "full",
 }
-CLOSED_FORM_LIMIT, COMPILED_LIMIT, CORRELATION_LIMIT = 0.15, 0.07, 0.95
+CLOSED_FORM_LIMIT, COMPILED_LIMIT, CORRELATION_LIMIT, MEMORY_LIMIT = 0.15, 0.07, 0.95, 1.1
 COMPILE_LIMIT_S, COMPILE_LIMIT_GB, PLAN_LIMIT_S, PLAN_LIMIT_COMPILES = 90.0, 3.0, 300.0, 12
 CORES = 2  # the limits are seconds of a machine with this many
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,7 @@ def run(*, compiled: bool = True) -> list[dict[str, Any]]:
         for one in leave_one_cluster_out([one for one in runs if family_of(one) == family]):
             comparisons.append(one)
             rows.append(row(f"closed form: {one.run.id}", one))
+    rows += [memory_row(one) for one in runs if one.xla and one.memory_fraction]
     rows.append(summary("closed form: mean absolute error", mean_absolute_error(comparisons), CLOSED_FORM_LIMIT))
     correlation = rank_correlation(comparisons)
     rows.append(summary("closed form: 1 - rank correlation", 1 - correlation, 1 - CORRELATION_LIMIT))
@@ -215,6 +217,15 @@ def row(name: str, one: Comparison) -> dict[str, Any]:
     detail = f"{one.predicted:.0f} of {one.run.tokens_per_s_per_gpu:.0f} tokens/s/GPU"
     print(f"{name:66} {ratio:6.3f}  {detail}", flush=True)
     return {"name": name, "ratio": ratio, "detail": detail}
+
+
+def memory_row(one: MeasuredRun) -> dict[str, Any]:
+    """Predicted peak relative to the memory that a JAX run was given and did with; 10 % too much is allowed."""
+    assert one.memory_fraction is not None
+    given = one.memory_fraction * one.gpu.memory_bytes
+    peak = memory_by_class(one.shape, one.layout).peak
+    detail = f"{peak / 2**30:.1f} of {given / 2**30:.1f} GiB"
+    return summary(f"memory: {one.id}", peak / given, MEMORY_LIMIT, detail)
 
 
 def summary(name: str, found: float, limit: float, detail: str = "") -> dict[str, Any]:
