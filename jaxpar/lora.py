@@ -21,16 +21,18 @@ from flax import nnx
 
 from jaxpar.build import FIRST_LOSS_SCALE, Built, build
 from jaxpar.config import Config, LoraConfig
-from jaxpar.errors import UserError, raise_together
+from jaxpar.errors import raise_together
 from jaxpar.models.loss import Sums
 from jaxpar.models.sharder import Sharder
 from jaxpar.models.transformer import Block, Transformer
 from jaxpar.names import SIDES
+from jaxpar.pipeline.model import Frozen
 from jaxpar.precision import precision
-from jaxpar.quantised import Held, Kind, held, quantised, restored, rounded
-from jaxpar.sharding import Layout, Placement
+from jaxpar.quantised import Kind, held, quantised, restored, rounded
+from jaxpar.sharding import Layout, Placement, named_parameters
 from jaxpar.state import abstract_with_shardings, init_state, state_shardings
 from jaxpar.step import StepRules, accumulated, eval_step, train_step
+from jaxpar.tree import from_named, named_leaves
 
 log = logging.getLogger(__name__)
 
@@ -162,30 +164,35 @@ class Tuning:
 
     built: Built
     abstract_base: Any  # the frozen weights as the step takes them: ShapeDtypeStructs with shardings
-    abstract_read: Any  # the same before they are held as codes: what `weights.load` is asked for
+    frozen: Built  # of the same run without an adapter
 
     def load(self, weights: Any) -> Transformer:
-        """The frozen weights of `jaxpar.weights.Weights`, placed; codes where `lora.base` asks for them.
+        """The frozen weights of `jaxpar.weights.Weights`, placed and arranged; codes where `lora.base` asks for them.
 
-        A parameter's float32 shards are given up as soon as its codes are there.
+        A parameter is held as codes before the next one is read, where the weights are a Hugging Face folder.
         """
-        kind = self.built.config.lora.base
-        read = weights.load(self.abstract_read)
+        from jaxpar.weights import load_arranged
+
+        kind, read = self.built.config.lora.base, self.frozen.abstract_state.params
         if kind == "float32":
-            return read
-        leaves = jax.tree.leaves(read, is_leaf=lambda n: isinstance(n, nnx.Variable))
-        goals = jax.tree.leaves(self.abstract_base, is_leaf=lambda n: isinstance(n, (Held, nnx.Variable)))
-        structure = jax.tree.structure(read, is_leaf=lambda n: isinstance(n, nnx.Variable))
-        del read
-        done = []
-        for i, goal in enumerate(goals):
-            leaf, leaves[i] = leaves[i], None
-            if isinstance(goal, Held):
-                shardings = jax.tree.map(lambda a: a.sharding, goal)
-                held_leaf = jax.jit(functools.partial(held, kind=kind), out_shardings=shardings)(leaf)
-                leaf = jax.block_until_ready(held_leaf)
-            done.append(leaf)
-        return jax.tree.unflatten(structure, done)
+            return load_arranged(self.frozen, weights)
+        if self.frozen.pipeline is None:
+            arrays = weights.each(read)
+        else:
+            arrays = iter(named_leaves(load_arranged(self.frozen, weights)).items())
+        goals, variables, found = named_leaves(self.abstract_base), dict(named_parameters(read)), {}
+        for name, array in arrays:
+            if name in goals:
+                found[name] = array
+                continue
+            parts = {part: goals[f"{name}/{part}"].sharding for part in ("codes", "scales")}
+
+            def hold(value: jax.Array, variable: nnx.Variable = variables[name]) -> dict[str, jax.Array]:
+                return named_leaves(held(variable.replace(value), kind))
+
+            codes = jax.jit(hold, out_shardings=parts)(array)
+            found |= {f"{name}/{part}": value for part, value in jax.block_until_ready(codes).items()}
+        return from_named(self.abstract_base, found)
 
     def bind(self, base: Transformer, step: Callable[..., Any]) -> tuple[Callable[..., Any], Built]:
         """The compiled step without its last argument, and the build whose evaluation lacks it too."""
@@ -196,14 +203,13 @@ class Tuning:
 
 def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
     """The build of a run that trains an adapter. Raises `UserError` for targets and meshes that do not fit."""
-    if config.parallel.stage > 1:
-        raise UserError(
-            f"parallel.stage = {config.parallel.stage} with lora.rank = {config.lora.rank}: adapters are not "
-            "pipelined; use parallel.tensor or parallel.zero = 3 to fit the model"
-        )
     frozen = build(dataclasses.replace(config, lora=LoraConfig()), devices)
     layout, abstract_read = frozen.layout, frozen.abstract_state.params
-    make: Any = functools.partial(make_adapter, config=config.lora, model=abstract_read)
+    natural = jax.eval_shape(frozen.to_natural, abstract_read)
+
+    def make(key: jax.Array) -> Any:
+        return frozen.from_natural(make_adapter(key, config.lora, natural))
+
     scale = FIRST_LOSS_SCALE if precision(config.precision).loss_scaling else 1.0
     init = functools.partial(init_state, make_model=make, optimizer=frozen.optimizer, initial_scale=scale)
     abstract = jax.eval_shape(init, jax.random.key(config.seed))
@@ -212,7 +218,7 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
 
     def step(state: Any, batch: Any, base: Transformer) -> Any:
         rules = StepRules(
-            grad_fn=_grad_fn(config, base, layout, placements),
+            grad_fn=_grad_fn(config, base, frozen, placements),
             optimizer=frozen.optimizer,
             schedule=frozen.schedule,
             clip_norm=config.optimizer.clip_norm,
@@ -225,6 +231,8 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
 
     def evaluate(adapter: Adapter, batch: Any, base: Transformer) -> Sums:
         with jax.default_matmul_precision(policy.matmul or "default"):
+            if frozen.pipeline is not None:
+                return frozen.pipeline.on(_frozen(base))[1](adapter, batch)
             return eval_step(with_adapter(base, adapter), batch, merging(layout))
 
     built = dataclasses.replace(
@@ -237,7 +245,7 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
         shardings=shardings,
         placements=placements,
     )
-    return Tuning(built, _abstract_base(abstract_read, config, layout), abstract_read)
+    return Tuning(built, _abstract_base(abstract_read, config, layout), frozen)
 
 
 def _abstract_base(read: Transformer, config: Config, layout: Layout) -> Any:
@@ -265,8 +273,19 @@ def make_adapter(key: jax.Array, config: LoraConfig, model: Transformer) -> Adap
     return Adapter(config, model, nnx.Rngs(params=key))
 
 
-def _grad_fn(config: Config, base: Transformer, layout: Any, placements: Any) -> Any:
+def _frozen(base: Transformer) -> Frozen:
+    """How the stages of a pipeline put an adapter on the blocks that they hold."""
+    return Frozen(
+        base, pair=Adapted, merge=lambda blocks, adapter: jax.vmap(merged)(restored(blocks), adapter), sharder=merging,
+        restore=restored,
+    )  # fmt: skip
+
+
+def _grad_fn(config: Config, base: Transformer, frozen: Built, placements: Any) -> Any:
     """Gradients of the adapter alone; sums, as every gradient function gives."""
+    layout = frozen.layout
+    if frozen.pipeline is not None:
+        return frozen.pipeline.on(_frozen(base))[0]
 
     def place(grads: Any) -> Any:
         return jax.tree.map(

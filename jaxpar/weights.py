@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from jaxpar.config import CheckpointConfig, Config, ModelConfig
 from jaxpar.errors import UserError, raise_together
 from jaxpar.hf import files
 from jaxpar.hf.family import differences
-from jaxpar.hf.load import load_params, read_model
+from jaxpar.hf.load import each_param, load_params, read_model
+from jaxpar.tree import named_leaves
 
 if TYPE_CHECKING:
     from jaxpar.build import Built
@@ -63,6 +65,13 @@ class Weights:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, base)
         merge = functools.partial(lora.merge, base=self.config.lora.base)
         return jax.jit(merge, out_shardings=shardings, donate_argnums=0)(base, self.load_adapter())
+
+    def each(self, abstract: Any) -> Iterator[tuple[str, Any]]:
+        """(name, array) of what `load` gives, one after the other: those of a Hugging Face folder as they are read."""
+        if self.config is None:
+            yield from each_param(self.folder, self.model, abstract)
+        else:
+            yield from named_leaves(self.load(abstract)).items()
 
     @property
     def base(self) -> Weights:

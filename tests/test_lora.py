@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hf_models import DATA, batch_of, model_of
 
-from jaxpar.config import Config, LoraConfig, OptimizerConfig, ParallelConfig
+from jaxpar.build import model_maker
+from jaxpar.config import Config, LoraConfig, OptimizerConfig, ParallelConfig, PipelineConfig
 from jaxpar.errors import UserError
 from jaxpar.hf import load_params
 from jaxpar.hf.convert import abstract_params
@@ -19,6 +20,7 @@ from jaxpar.hf.peft import export_adapter, load_adapter, read_adapter_config
 from jaxpar.layout_check import put
 from jaxpar.lora import Tuning, make_adapter, make_tuning, merge, merged, merging, with_adapter
 from jaxpar.models.sharder import UNSHARDED
+from jaxpar.precision import precision
 from jaxpar.tree import from_named, named_leaves
 
 NAME = "qwen2"
@@ -137,9 +139,61 @@ def test_targets_that_match_nothing_are_refused(change, message):
         make_adapter(jax.random.key(0), dataclasses.replace(LORA, **change), abstract_params(model_of(DATA / NAME)))
 
 
-def test_a_pipeline_is_refused():
-    with pytest.raises(UserError, match=r"parallel.stage = 2 with lora.rank = 8"):
-        make_tuning(config_of(parallel={"data": 1, "stage": 2}))
+PIPELINES = [
+    pytest.param("1f1b", 1, {"stage": 2}, "none", "float32", marks=pytest.mark.sweep),
+    pytest.param("interleaved", 2, {"stage": 2, "tensor": 2}, "full", "nf4", marks=pytest.mark.sweep),
+    pytest.param("zb_h1", 1, {"stage": 2, "data": 2, "zero": 2}, "none", "float32", marks=pytest.mark.sweep),
+    ("fused", 1, {"stage": 2, "data": 2}, "full", "nf4"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "parallel", "remat", "base_kind"), PIPELINES)
+def test_a_pipeline_trains_the_adapter_of_one_device(schedule, chunks, parallel, remat, base_kind):
+    """Same losses and the same adapter, in natural order; the frozen stages keep their bits."""
+    found = []
+    for degrees in ({}, parallel):
+        config = config_of(parallel={"data": 1} | degrees, remat=remat, seed=3)
+        model = dataclasses.replace(config.model, num_layers=4, window=None)
+        settings = PipelineConfig(schedule=schedule, chunks=chunks, microbatches=2) if degrees else PipelineConfig()
+        config = dataclasses.replace(
+            config, model=model, lora=dataclasses.replace(LORA, base=base_kind), global_batch=4, pipeline=settings
+        )
+        count = degrees.get("stage", 1) * degrees.get("data", 1) * degrees.get("tensor", 1)
+        tuning = make_tuning(config, jax.devices()[:count])
+        frozen = tuning.load(Fresh(config))
+        before = {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(frozen).items()}
+        step, built = tuning.bind(frozen, tuning.built.step)
+        state = built.init(jax.random.key(0))
+        batch = {name: np.concatenate([a, a[::-1]]) for name, a in batch_of(NAME).items()}
+        losses = []
+        for _ in range(3):
+            state, metrics = step(state, put(built, batch))
+            losses.append(float(metrics["loss"]))
+        sums = built.evaluate(state.params, put(built, batch))
+        losses.append(float(sums.loss / sums.tokens))
+        assert {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(frozen).items()} == before
+        found.append((losses, named_leaves(jax.jit(built.to_natural)(state.params))))
+    (one, one_adapter), (many, adapter) = found
+    assert one[-1] < one[0] - 0.05
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    assert adapter.keys() == one_adapter.keys()
+    for name, leaf in adapter.items():
+        np.testing.assert_allclose(leaf, one_adapter[name], atol=2e-4, err_msg=name)
+
+
+@dataclasses.dataclass
+class Fresh:
+    """Random weights behind the interface of `jaxpar.weights.Weights`."""
+
+    config: Config
+
+    def load(self, abstract):
+        make = model_maker(dataclasses.replace(self.config, lora=LoraConfig()), precision("float32"))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        return jax.jit(make, out_shardings=shardings)(jax.random.key(5))
+
+    def each(self, abstract):
+        return iter(named_leaves(self.load(abstract)).items())
 
 
 def test_peft_folders_keep_rank_alpha_targets_and_values(tmp_path):

@@ -52,12 +52,17 @@ def load_params(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     `abstract`: a `Transformer` of `ShapeDtypeStruct`s that may carry shardings. Raises `UserError` for files that
     lack a tensor, have one too many, or one of another shape.
     """
-    named = {}
+    return from_named(abstract, dict(each_param(folder, model, abstract)))
+
+
+def each_param(folder: str | Path, model: ModelConfig, abstract: Any) -> Iterator[tuple[str, Any]]:
+    """(name, array) of every parameter that `load_params` gives, as it is read."""
     with open_leaves(folder, model, abstract) as (likes, read, release):
         for leaf, like in likes.items():
-            named[leaf] = _load_leaf(like, functools.partial(read, leaf))
+            array = _load_leaf(like, functools.partial(read, leaf))
             release()  # mapped pages count as memory until then
-    return from_named(abstract, named)
+            yield leaf, array
+            del array  # whoever took it may give it up before the next one is read
 
 
 @contextlib.contextmanager

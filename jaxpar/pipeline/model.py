@@ -42,6 +42,21 @@ AUTO_ONE_CHUNK, AUTO_CHUNKS = ("gpipe", "1f1b", "fused"), ("fused", "interleaved
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Frozen:
+    """A model without gradients, arranged, and how a stack of its blocks and trained parameters make one to run.
+
+    `pair(blocks, params)` is scanned with `sharder(layout)`; `merge(blocks, params)` are ordinary blocks at once;
+    `restore` gives float weights.
+    """
+
+    model: Transformer
+    pair: Callable[[Any, Any], Any]
+    merge: Callable[[Any, Any], Any]
+    sharder: Callable[[Any], Any]
+    restore: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pipeline:
     """A pipelined model.
 
@@ -55,6 +70,12 @@ class Pipeline:
     layout: Layout
     grads: Callable[[Transformer, Batch, jax.Array | None, jax.Array], tuple[Sums, Transformer]]
     evaluate: Callable[[Transformer, Batch], Sums]
+    parts: _Parts
+
+    def on(self, frozen: Frozen) -> tuple[Callable[..., tuple[Sums, Any]], Callable[[Any, Batch], Sums]]:
+        """`grads` and `evaluate` of parameters that work on a frozen model."""
+        parts = dataclasses.replace(self.parts, frozen=frozen)
+        return parts.grads(), parts.evaluate()
 
     def to_stages(self, tree: Any) -> Any:
         """Natural -> arranged."""
@@ -81,7 +102,7 @@ def make_pipeline(config: Config, layout: Layout, model: Transformer) -> Pipelin
     log.info("pipeline: %s, %d microbatches\n%s", schedule.name, schedule.microbatches, assignment.table())
     stored = _with_rules(layout, {"vocab": (STAGE, *layout.rules.axes("vocab"))})
     parts = _Parts.make(config, stored, layout, model, schedule, assignment)
-    return Pipeline(schedule, assignment, stored, parts.grads(), parts.evaluate())
+    return Pipeline(schedule, assignment, stored, parts.grads(), parts.evaluate(), parts)
 
 
 def pick_schedule(config: Config, stages: int) -> Schedule:
@@ -131,6 +152,7 @@ class _Parts:
     batch_axes: tuple[str, ...]
     casts_first: bool
     microbatches: int
+    frozen: Frozen | None = None
 
     @staticmethod
     def make(
@@ -159,14 +181,17 @@ class _Parts:
         def run(
             params: Transformer, batch: Batch, row_keys: jax.Array | None, scale: jax.Array
         ) -> tuple[Sums, Transformer]:
-            ends = _without_blocks(params)
+            ends, blocks = self.split_ends(params)
             function = value_and_grad(
                 self.stage, self.embed, self.head, self.schedule, self.stored.mesh,
                 constants=self.constants(), ends_specs=_stage_specs(ends), batch_axes=self.batch_axes,
                 constrain=self.constrain, constrain_grads=self.constrain_grads,
             )  # fmt: skip
-            totals, grads = function(Params(ends, params.blocks), self.split(batch, row_keys, scale))
-            leaves = named_leaves(grads.ends) | {f"blocks/{k}": v for k, v in named_leaves(grads.stages).items()}
+            totals, grads = function(Params(ends, blocks), self.split(batch, row_keys, scale))
+            if self.frozen is None:
+                leaves = named_leaves(grads.ends) | {f"blocks/{k}": v for k, v in named_leaves(grads.stages).items()}
+            else:
+                leaves = named_leaves(grads.stages)
             placed = jax.tree.map(
                 lambda g, p: jax.lax.with_sharding_constraint(g, self.stored.sharding(p.gradient)),
                 from_named(params, leaves),
@@ -179,37 +204,51 @@ class _Parts:
 
     def evaluate(self) -> Callable[[Transformer, Batch], Sums]:
         def run(params: Transformer, batch: Batch) -> Sums:
-            ends = _without_blocks(params)
+            ends, blocks = self.split_ends(params)
             function = evaluate(
                 self.stage, self.embed, self.head, self.stored.mesh,
                 microbatches=self.microbatches, chunks=self.schedule.chunks, constants=self.constants(),
                 ends_specs=_stage_specs(ends), batch_axes=self.batch_axes, constrain=self.constrain,
             )  # fmt: skip
-            return _sums(function(Params(ends, params.blocks), self.split(batch, None, jnp.float32(1.0))))
+            return _sums(function(Params(ends, blocks), self.split(batch, None, jnp.float32(1.0))))
 
         return run
 
+    def split_ends(self, params: Any) -> tuple[Transformer, Any]:
+        """What embedding and head use, and what the stages are trained in."""
+        if self.frozen is None:
+            return _without_blocks(params), params.blocks
+        return self.frozen.restore(_without_blocks(self.frozen.model)), params
+
     def embed(self, ends: Transformer, batch: Batch) -> jax.Array:
+        ends = ends if self.frozen is None else jax.lax.stop_gradient(ends)
         return vocabulary.embed(ends, batch, self.inside, batch.get("row_keys"))
 
     def head(self, ends: Transformer, y: jax.Array, batch: Batch) -> tuple[jax.Array, Sums]:
+        ends = ends if self.frozen is None else jax.lax.stop_gradient(ends)
         sums = vocabulary.head_loss(ends, y, batch["targets"], batch["weights"], self.inside)
         return sums.objective * batch["scale"], sums
 
     def stage(self, blocks: Any, x: jax.Array, side: Side) -> StageOut:
         """One chunk of layers; slots that pad it pass x on."""
-        traits, live = side.constants
+        traits, live, frozen = side.constants
+        sharder: Any = self.inside
+        if self.frozen is not None:
+            blocks = (self.frozen.merge if self.casts_first else self.frozen.pair)(frozen, blocks)
+            sharder = self.frozen.sharder(sharder)
         if self.casts_first:
             blocks = map_parameters(self._cast, blocks)
         shared = self.template.side(side.batch, side.batch.get("row_keys"))
         if self.assignment.is_even:
-            x, aux = self.template.run_blocks(blocks, traits, x, shared, self.inside)
+            x, aux = self.template.run_blocks(blocks, traits, x, shared, sharder)
         else:
-            x, aux = self._run_live(blocks, traits, live, x, shared)
+            x, aux = self._run_live(blocks, traits, live, x, shared, sharder)
         loss = aux.get("loss", jnp.zeros(())) * side.batch["scale"]
         return StageOut(x, loss.astype(jnp.float32), aux)
 
-    def _run_live(self, blocks: Any, traits: Any, live: jax.Array, x: jax.Array, shared: Any) -> tuple[jax.Array, dict]:
+    def _run_live(
+        self, blocks: Any, traits: Any, live: jax.Array, x: jax.Array, shared: Any, sharder: Any
+    ) -> tuple[jax.Array, dict]:
         """`run_blocks` over slots of which some are padding.
 
         Padding is computed and thrown away: in lock-step the other stages' layers take that time anyway, and a
@@ -219,7 +258,7 @@ class _Parts:
         def slot(x: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, dict]:
             block, own, is_live = xs
             block, own = jax.tree.map(lambda a: a[None], (block, own))
-            y, aux = self.template.run_blocks(block, own, x, shared, self.inside)
+            y, aux = self.template.run_blocks(block, own, x, shared, sharder)
             return jnp.where(is_live, y, x), jax.tree.map(lambda a: jnp.where(is_live, a, jnp.zeros_like(a)), aux)
 
         if self.template.config.scan_layers:
@@ -231,11 +270,11 @@ class _Parts:
             total = jax.tree.map(jnp.add, total, aux) if total else aux
         return x, total
 
-    def constants(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Traits of the layer in every slot, and which slots hold a layer; `[stages, chunks, slots]`."""
+    def constants(self) -> tuple[dict[str, np.ndarray], np.ndarray, Any]:
+        """Traits of the layer in every slot, which slots hold a layer, frozen blocks; `[stages, chunks, slots]`."""
         layers = self.assignment.layers()
         traits = {name: values[np.maximum(layers, 0)] for name, values in self.template.layer_traits().items()}
-        return traits, layers >= 0
+        return traits, layers >= 0, () if self.frozen is None else self.frozen.model.blocks
 
     def split(self, batch: Batch, row_keys: jax.Array | None, scale: jax.Array) -> dict[str, jax.Array]:
         """[B, T] -> [microbatches, rows, T]: each takes every M-th row, so that the rows of a device stay on it."""
