@@ -10,7 +10,7 @@ import pytest
 from dryrun_cases import CASES, NUM_GPUS, Case, compiled_cases
 
 from jaxpar.dryrun.assumptions import Assumptions
-from jaxpar.dryrun.checks import all_warnings, zero_contract
+from jaxpar.dryrun.checks import all_warnings, large_copies, zero_contract
 from jaxpar.dryrun.classes import CLASSES, bytes_by_class, live_buffers
 from jaxpar.dryrun.memory import memory_by_class, state_bytes
 from jaxpar.dryrun.run import analytic_report, report_of
@@ -98,6 +98,15 @@ def test_gradients_of_layers_keep_the_zero_contract(cases, name):
     case = cases[name]
     broken = [line for line in zero_contract(case.step, case.timeline, case.layout) if "blocks/" in line]
     assert not broken
+
+
+def test_copies_are_noticed(cases):
+    """Judged as if its copies took a fifth of the step, a program is warned about; as it is, it is not."""
+    timeline = cases["zero3"].timeline
+    assert not large_copies(timeline)
+    copying = dataclasses.replace(timeline, top_operations=[("copy copy", 0.2 * timeline.step_s, 10.0)])
+    (line,) = large_copies(copying)
+    assert "20%" in line
 
 
 def test_contract_notices_an_all_reduce(cases):

@@ -214,6 +214,22 @@ def test_script_writes_a_plan(tmp_path):
     assert config_file.load(winner).global_batch == 64
 
 
+def test_dry_run_of_a_planned_layout(tmp_path):
+    """The config's own layout need not fit: it is replaced, and the layout is printed with its reason."""
+    config = tmp_path / "small.json"
+    values = {"global_batch": 64, "seq_len": 1024, "model": {"vocab_size": 1024}, "parallel": {"tensor": 3}}
+    config.write_text(json.dumps(values))
+    out = tmp_path / "out.json"
+    command = [sys.executable, "scripts/dryrun.py", f"--config={config}", "--gpus=8", "--layout=auto", "--no-compile"]
+    done = subprocess.run(
+        [*command, f"--json={out}"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "layout chosen" in done.stdout
+    assert "fastest that fits" in done.stdout
+    assert json.loads(out.read_text())["fits"]
+
+
 @pytest.mark.parametrize(
     ("kind", "gpu"),
     [

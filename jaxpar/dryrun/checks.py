@@ -11,6 +11,7 @@ from jaxpar.dryrun.timeline import Timeline
 from jaxpar.dryrun.work import flops_per_gpu
 
 _LARGE_BYTES = 1 << 20
+MOST_COPIES = 0.08  # of a step
 
 
 def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,6 +96,7 @@ def all_warnings(
             f"ragged_dot compiles to a dense masked matmul over all {shape.num_experts} experts: its FLOPs are that "
             "many times the useful ones"
         )
+    out += large_copies(timeline)
     out += unfused_attention(shape, layout)
     if layout.tensor > 1:
         nodes, _ = group_span(layout.sizes, ("tensor",), gpus_per_node)
@@ -105,6 +107,17 @@ def all_warnings(
             )
     out += timeline.warnings
     return out
+
+
+def large_copies(timeline: Timeline) -> list[str]:
+    """A warning when plain copies, which no model asks for, take a good part of a step."""
+    copied_s = sum(seconds for name, seconds, _ in timeline.top_operations if name.startswith("copy "))
+    if copied_s < MOST_COPIES * timeline.step_s:
+        return []
+    return [
+        f"the compiler copies arrays for {copied_s:.2f} s of the step ({copied_s / timeline.step_s:.0%}), most likely "
+        "what a loop carries; the largest are in the list of what fills the temporaries"
+    ]
 
 
 def unfused_attention(shape: ModelShape, layout: Layout) -> list[str]:
