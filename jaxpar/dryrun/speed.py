@@ -259,19 +259,19 @@ class _Model:
         local = sum(one.optimizer_per_float for _, one in state_leaves(self.shape, self.layout))
         return self._memory_s(local * (3 + 2 * self.layout.optimizer_floats))
 
-    def weights_s(self) -> float:
-        """Per pass: float32 parameters cast for the matmuls, forward and backward, and gradients added up.
+    def weights_s(self) -> tuple[float, float]:
+        """(forward, backward) of a pass: float32 parameters cast for the matmuls, and gradients added up.
 
         Counted in compiled programs: a cast reads 4 bytes and writes 2 an element, the sum of the passes' gradients
         moves 24 (the layers' gradients are stacked, cast and added). Other systems keep copies and fuse the sum.
         """
         layout = self.layout
         if layout.eager:
-            return 0.0
+            return 0.0, 0.0
         leaves = state_leaves(self.shape, layout)
-        cast = 0.0 if layout.precision == "float32" else sum(one.parameter for _, one in leaves) / 4 * 2 * (4 + 2)
+        cast = 0.0 if layout.precision == "float32" else sum(one.parameter for _, one in leaves) / 4 * (4 + 2)
         summed = sum(one.gradient for _, one in leaves) / 4 * 24 if layout.num_microbatches > 1 else 0.0
-        return self._memory_s(cast + summed)
+        return self._memory_s(cast), self._memory_s(cast + summed)
 
     def head_s(self) -> tuple[float, float]:
         """(per microbatch on the pacing stage) head forward and backward."""
@@ -324,8 +324,9 @@ def estimate_step(
     head_forward, head_backward = model.head_s()
     extra_forward = tensor_forward + context_forward + expert
     extra_backward = tensor_backward + context_backward + expert * (2 if layout.remat == "full" else 1)
-    stage_forward = layers * (forward + extra_forward) + head_forward
-    stage_backward = layers * (backward + extra_backward) + head_backward
+    weights_forward, weights_backward = model.weights_s()
+    stage_forward = layers * (forward + extra_forward) + head_forward + weights_forward
+    stage_backward = layers * (backward + extra_backward) + head_backward + weights_backward
     size = model.tokens * shape.embed_dim * layout.compute_bytes
     model.note_layers(size, (tensor_forward, tensor_backward), (context_forward, context_backward), expert)
     free = layout if lock_step else dataclasses.replace(layout, schedule="fused")
@@ -337,10 +338,9 @@ def estimate_step(
         exchange = 2 * hop * (layout.chunks * M if lock_step else layout.stage - 1 + layout.chunks)
         model.moved("collective-permute", ("stage",), chunk, 2 * layout.chunks * M, exchange)
     optimizer = model.optimizer_s()
-    weights = M * model.weights_s()
-    busy = M * (stage_forward + stage_backward) + weights
+    busy = M * (stage_forward + stage_backward)
     step = busy + bubble + exchange + M * per_pass + per_step + optimizer
-    compute = M * (layers * (forward + backward) + head_forward + head_backward) + weights
+    compute = M * (layers * (forward + backward) + head_forward + head_backward + weights_forward + weights_backward)
     tokens = layout.global_batch * shape.seq_len
     per_gpu = tokens / step / layout.num_gpus
     return StepEstimate(
