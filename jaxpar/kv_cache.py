@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.models.attention import Mask, Rules, softmax_with_sinks
+from jaxpar.models.attention import Mask, ScoreRules, softmax_with_sinks
 from jaxpar.models.sharder import Sharder
 from jaxpar.models.transformer import Transformer
 
@@ -84,7 +84,7 @@ class _CachingSharder:
         return getattr(self.inner, name)
 
     def attend(
-        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules
+        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: ScoreRules
     ) -> jax.Array:
         """Attention of the new positions over all slots; the new keys and values are written first."""
         del kernel
@@ -103,7 +103,7 @@ class _CachingSharder:
 
 
 def _attend(
-    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, mask: Mask, rules: Rules
+    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, mask: Mask, rules: ScoreRules
 ) -> jax.Array:
     """Q [B, T, H, K] over keys [B, S, G, K] and values [B, S, G, V] -> [B, T, H, V]; softmax in float32."""
     B, T, H, K = q.shape

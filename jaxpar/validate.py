@@ -279,6 +279,8 @@ def _experts(config: Config, sizes: Sizes) -> Iterator[str]:
     ):
         if value > limit:
             yield f"model.moe.{key} = {value} is more than model.{limit_key} = {limit}; use at most {limit}"
+    if config.precision == "fp8":
+        yield 'precision = "fp8" with model.moe: experts have no products of 8-bit floats; use precision = "bf16"'
 
 
 def _vocabulary(config: Config, sizes: Sizes) -> Iterator[str]:

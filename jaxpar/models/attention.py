@@ -11,13 +11,14 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.models import rope
 from jaxpar.models.layers import Norm, add_bias, constant, normal, residual_std
+from jaxpar.models.projection import project
 from jaxpar.models.sharder import Sharder
+from jaxpar.precision import Precision
 
 
 class Mask(NamedTuple):
@@ -44,7 +45,7 @@ class Mask(NamedTuple):
         return allowed
 
 
-class Rules(NamedTuple):
+class ScoreRules(NamedTuple):
     """How scores are made of products, and by which library: "xla" or "cudnn"."""
 
     scale: float
@@ -121,7 +122,7 @@ def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
     return parts / (parts.sum(-1, keepdims=True) + jnp.exp(sink - largest))
 
 
-def attend_by_rules(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules) -> jax.Array:
+def attend_by_rules(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: ScoreRules) -> jax.Array:
     """`attend` with its settings in one tuple, as a `Sharder` passes them on."""
     return attend(q, k, v, mask, **rules._asdict())
 
@@ -129,9 +130,9 @@ def attend_by_rules(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules:
 class Attention(nnx.Module):
     """Self-attention of one layer; (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, *, recompute: bool = False) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, recompute: bool = False) -> None:
         D, H, G, K = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
-        std, self.config, self.dtype, self.recompute = config.init_std, config, dtype, recompute
+        std, self.config, self.precision, self.recompute = config.init_std, config, precision, recompute
         self.q = normal(rngs, (D, H, K), ("embed", "heads", "head_dim"), std)
         self.k = normal(rngs, (D, G, K), ("embed", "kv_heads", "head_dim"), std)
         self.v = normal(rngs, (D, G, K), ("embed", "kv_heads", "head_dim"), std)
@@ -157,7 +158,7 @@ class Attention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         mask = Mask(side.segment_ids, traits.get("window", self.config.window), sinks)
         soft_cap = self.config.attention_soft_cap
-        rules = Rules(
+        rules = ScoreRules(
             scale=self.config.score_scale,
             soft_cap=soft_cap,
             kernel=chosen_kernel(q_BTHK, soft_cap, self.config.attention, sinks=sinks is not None),
@@ -167,15 +168,15 @@ class Attention(nnx.Module):
             kernel = jax.checkpoint(kernel, prevent_cse=False)
         y_BTHK = kernel(q_BTHK, k_BTGK, v_BTGK, mask)
         y_BTHK = sharder.activation(y_BTHK, "batch", "seq", "heads", "head_dim")
-        return add_bias(jnp.einsum("BTHK,HKD->BTD", y_BTHK, self.out[...].astype(self.dtype)), self.out_bias)
+        return add_bias(project(y_BTHK, self.out[...], self.precision, dims=2), self.out_bias)
 
     def project(
         self, x: jax.Array, side: Side, sharder: Sharder, traits: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of x [B, T, D], normed, rotated and placed."""
-        q = add_bias(jnp.einsum("BTD,DHK->BTHK", x, self.q[...].astype(self.dtype)), self.q_bias)
-        k = add_bias(jnp.einsum("BTD,DGK->BTGK", x, self.k[...].astype(self.dtype)), self.k_bias)
-        v = add_bias(jnp.einsum("BTD,DGK->BTGK", x, self.v[...].astype(self.dtype)), self.v_bias)
+        q = add_bias(project(x, self.q[...], self.precision), self.q_bias)
+        k = add_bias(project(x, self.k[...], self.precision), self.k_bias)
+        v = add_bias(project(x, self.v[...], self.precision), self.v_bias)
         q = self.q_norm(q) if self.q_norm is not None else q
         k = self.k_norm(k) if self.k_norm is not None else k
         if side.cos is not None and side.sin is not None:

@@ -17,22 +17,23 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxpar.config import ModelConfig
 from jaxpar.models import rope
-from jaxpar.models.attention import Mask, Rules, Side, attend_by_rules, chosen_kernel
+from jaxpar.models.attention import Mask, ScoreRules, Side, attend_by_rules, chosen_kernel
 from jaxpar.models.layers import Norm, add_bias, constant, normal, residual_std
+from jaxpar.models.projection import project
 from jaxpar.models.sharder import Sharder
+from jaxpar.precision import Precision
 
 
 class LatentAttention(nnx.Module):
     """Self-attention of one layer; (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs, *, recompute: bool = False) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, recompute: bool = False) -> None:
         D, H, K, std, latent = config.embed_dim, config.num_heads, config.head_size, config.init_std, config.latent
         R, V = latent.rope_dim, config.value_size
-        self.config, self.dtype, self.recompute = config, dtype, recompute
+        self.config, self.precision, self.recompute = config, precision, recompute
         into, width = ("embed", "latent"), ("latent", "heads", "head_dim")
         normed = dataclasses.replace(config, norm_eps=config.norm_eps if latent.norm_eps is None else latent.norm_eps)
         if latent.query_rank is None:
@@ -57,7 +58,7 @@ class LatentAttention(nnx.Module):
         mask = Mask(side.segment_ids, traits.get("window", self.config.window))
         y = attended(q, compressed, rotary, mask, sharder)
         y = sharder.activation(y, "batch", "seq", "heads", "head_dim")
-        return add_bias(jnp.einsum("BTHV,HVD->BTD", y, self._weight(self.out)), self.out_bias)
+        return add_bias(project(y, self.out[...], self.precision, dims=2), self.out_bias)
 
     def project(self, x: jax.Array, side: Side, traits: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of x [B, T, D]: queries [B, T, H, K + R], compressed vectors [B, T, C], rotary keys [B, T, R]."""
@@ -70,10 +71,10 @@ class LatentAttention(nnx.Module):
         )
         queries = x
         if self.q_down is not None and self.q_norm is not None:
-            queries = self.q_norm(add_bias(x @ self._weight(self.q_down), self.q_down_bias))
-        q = jnp.einsum("BTC,CHK->BTHK", queries, self._weight(self.q))
+            queries = self.q_norm(add_bias(project(x, self.q_down[...], self.precision), self.q_down_bias))
+        q = project(queries, self.q[...], self.precision)
         q = jnp.concatenate([q[..., :K], turn(q[..., K:])], -1)
-        small = add_bias(x @ self._weight(self.kv_down), self.kv_down_bias)
+        small = add_bias(project(x, self.kv_down[...], self.precision), self.kv_down_bias)
         return q, self.kv_norm(small[..., :C]), turn(small[..., None, C:])[..., 0, :]
 
     def _by_heads(
@@ -81,7 +82,7 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Attention [B, T, H, V] over keys and values that are made for every head."""
         K = self.config.head_size
-        kv = jnp.einsum("BTC,CHK->BTHK", compressed, self._weight(self.kv_up))
+        kv = project(compressed, self.kv_up[...], self.precision)
         shared = jnp.broadcast_to(rotary[:, :, None], (*kv.shape[:3], rotary.shape[-1]))
         k = jnp.concatenate([kv[..., :K], shared], -1)
         v = kv[..., K:]
@@ -97,16 +98,13 @@ class LatentAttention(nnx.Module):
         self, q: jax.Array, compressed: jax.Array, rotary: jax.Array, mask: Mask, sharder: Sharder
     ) -> jax.Array:
         """The same, over compressed vectors: one key of C + R and one value of C features for all heads."""
-        K, up = self.config.head_size, self._weight(self.kv_up)
+        K, up = self.config.head_size, self.kv_up[...].astype(self.precision.compute)
         led_back = jnp.einsum("BTHK,CHK->BTHC", q[..., :K], up[..., :K])
         q = sharder.activation(jnp.concatenate([led_back, q[..., K:]], -1), "batch", "seq", "heads", "head_dim")
         k = jnp.concatenate([compressed, rotary], -1)[:, :, None]
         y = sharder.attend(attend_by_rules, q, k, compressed[:, :, None], mask, self._rules(q))
         return jnp.einsum("BTHC,CHV->BTHV", y, up[..., K:])
 
-    def _rules(self, q: jax.Array) -> Rules:
+    def _rules(self, q: jax.Array) -> ScoreRules:
         cap = self.config.attention_soft_cap
-        return Rules(self.config.score_scale, cap, chosen_kernel(q, cap, self.config.attention))
-
-    def _weight(self, parameter: nnx.Param) -> jax.Array:
-        return parameter[...].astype(self.dtype)
+        return ScoreRules(self.config.score_scale, cap, chosen_kernel(q, cap, self.config.attention))

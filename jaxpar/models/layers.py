@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxpar.config import ModelConfig
+from jaxpar.models.projection import project
 from jaxpar.models.sharder import Sharder
+from jaxpar.precision import Precision
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -111,9 +112,9 @@ def dropout(
 class Mlp(nnx.Module):
     """Feed-forward block, gated or not; (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> None:
         D, F, std = config.embed_dim, config.mlp_dim, config.init_std
-        self.activation, self.dtype = Activation.of(config), dtype
+        self.activation, self.precision = Activation.of(config), precision
         self.gate = normal(rngs, (D, F), ("embed", "mlp"), std) if config.gated else None
         self.up = normal(rngs, (D, F), ("embed", "mlp"), std)
         self.down = normal(rngs, (F, D), ("mlp", "embed"), residual_std(config))
@@ -123,11 +124,11 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, sharder: Sharder) -> jax.Array:
         """x [B, T, D] -> [B, T, D]."""
-        up = add_bias(x @ self.up[...].astype(self.dtype), self.up_bias)
-        gate = None if self.gate is None else add_bias(x @ self.gate[...].astype(self.dtype), self.gate_bias)
+        up = add_bias(project(x, self.up[...], self.precision), self.up_bias)
+        gate = None if self.gate is None else add_bias(project(x, self.gate[...], self.precision), self.gate_bias)
         hidden = self.activation(gate, up)
         hidden = sharder.activation(hidden, "batch", "seq", "mlp")
-        return add_bias(hidden @ self.down[...].astype(self.dtype), self.down_bias)
+        return add_bias(project(hidden, self.down[...], self.precision), self.down_bias)
 
 
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:

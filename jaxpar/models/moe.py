@@ -13,12 +13,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxpar.config import ModelConfig, MoeConfig
 from jaxpar.models.experts import Across, Experts, feed
 from jaxpar.models.layers import Activation, Mlp, constant, normal, residual_std
 from jaxpar.models.sharder import Sharder
+from jaxpar.precision import Precision
 
 # The gradient of the balance bias is the excess of an expert's tokens; only its sign is used, and scaled down it does
 # not disturb the norm of the other gradients.
@@ -36,10 +36,10 @@ class Routing(NamedTuple):
 class Moe(nnx.Module):
     """Experts in place of an MLP; (B, T, D) -> (B, T, D) and auxiliary sums."""
 
-    def __init__(self, config: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> None:
         moe, D = config.moe, config.embed_dim
         E, F, std = moe.num_experts, moe.expert_dim or config.mlp_dim, config.init_std
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype = config, precision.compute
         self.router = normal(rngs, (D, E), ("embed", "choice"), std)
         self.router_bias = constant(0.0, (E,), ("choice",)) if moe.router_bias else None
         self.balance = constant(0.0, (E,), ("choice",)) if moe.choice_bias or moe.bias_update_rate > 0 else None
@@ -51,7 +51,7 @@ class Moe(nnx.Module):
         self.up_bias = constant(0.0, (E, F), ("expert", "mlp")) if bias else None
         self.down_bias = constant(0.0, (E, D), ("expert", "embed")) if bias else None
         shared = dataclasses.replace(config, mlp_dim=F * moe.num_shared)
-        self.shared = Mlp(shared, dtype, rngs) if moe.num_shared else None
+        self.shared = Mlp(shared, precision, rngs) if moe.num_shared else None
 
     def __call__(
         self, x: jax.Array, segment_ids: jax.Array | None, sharder: Sharder

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxpar.models.attention import Mask, Rules
+    from jaxpar.models.attention import Mask, ScoreRules
     from jaxpar.models.experts import Experts
 
 Tree = TypeVar("Tree")
@@ -39,7 +39,7 @@ class Sharder(Protocol):
         ...
 
     def attend(
-        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules
+        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: ScoreRules
     ) -> jax.Array:
         """Attention of q [B, T, H, K] over k, v [B, T, G, K]; `kernel(q, k, v, mask, rules)` where rows are whole."""
         ...
@@ -77,7 +77,7 @@ class Unsharded:
         return module
 
     def attend(
-        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: Rules
+        self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: ScoreRules
     ) -> jax.Array:
         """The kernel's attention."""
         return kernel(q, k, v, mask, rules)

@@ -39,11 +39,11 @@ class Block(nnx.Module):
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = Norm(config, *width) if before else None
         attention = LatentAttention if config.latent.kv_rank else Attention
-        self.attention = attention(config, precision.compute, rngs, recompute=remat == "attention")
+        self.attention = attention(config, precision, rngs, recompute=remat == "attention")
         self.attention_post_norm = Norm(config, *width) if after else None
         self.mlp_norm = Norm(config, *width) if before else None
-        self.mlp = None if config.moe.num_experts else Mlp(config, precision.compute, rngs)
-        self.moe = Moe(config, precision.compute, rngs) if config.moe.num_experts else None
+        self.mlp = None if config.moe.num_experts else Mlp(config, precision, rngs)
+        self.moe = Moe(config, precision, rngs) if config.moe.num_experts else None
         self.mlp_post_norm = Norm(config, *width) if after else None
 
     def __call__(self, x: jax.Array, side: Side, sharder: Sharder, traits: Traits) -> tuple[jax.Array, dict]:

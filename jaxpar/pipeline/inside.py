@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.manual import split_by_hand
+from jaxpar.manual import split_by_hand, sum_over
 from jaxpar.sharding import Layout, Rules
 
 
@@ -56,7 +56,7 @@ class InsideLayout(Layout):
                 row = row - lax.axis_index(axes) * table.shape[0]
             here = (row >= 0) & (row < table.shape[0])
             found = jnp.where(here[..., None], table[jnp.where(here, row, 0)], jnp.zeros((), table.dtype))
-            return lax.psum(found, axes) if axes else found  # exact: one shard has the row
+            return sum_over(found, axes) if axes else found  # exact: one shard has the row
 
         mapped = split_by_hand(
             local,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.manual import sum_over
 from jaxpar.pipeline.interface import STAGE, Params, Row, Side, Spec, Totals
 from jaxpar.pipeline.slots import Program
 from jaxpar.pipeline.split import Pieces, StageOut
@@ -217,7 +218,7 @@ class Machine:
 
     def _loss(self, ends: Any, y: Array, microbatch: Array) -> tuple[Array, Any]:
         """The head on the last stage's y, which the sum sends to all stages."""
-        y = lax.psum(jnp.where(self.is_last, y, jnp.zeros_like(y)), STAGE)
+        y = sum_over(jnp.where(self.is_last, y, jnp.zeros_like(y)), STAGE)
         loss, totals = self.spec.head_fn(ends, self.spec.constrain(y), self._microbatch(microbatch))
         return loss.astype(jnp.float32), totals
 
@@ -280,7 +281,7 @@ def _add32(sums: Any, more: Any) -> Any:
 
 
 def _psum(a: Array, *, axes: tuple[str, ...]) -> Array:
-    return lax.psum(a, axes) if axes else a
+    return sum_over(a, axes) if axes else a
 
 
 def _names(entry: Any) -> tuple[str, ...]:

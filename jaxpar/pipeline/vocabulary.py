@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.manual import sum_over
 from jaxpar.models.layers import dropout
 from jaxpar.models.loss import Split, Sums, cross_entropy
 from jaxpar.models.sharder import Sharder
@@ -30,7 +31,7 @@ def embed(ends: Any, batch: Any, layout: InsideLayout, row_keys: jax.Array | Non
     parts = layout.weights({"table": ends.embedding, "positions": ends.positions})
     table_VD = parts["table"][...].astype(dtype)
     tokens = layout.activation(batch["tokens"], "batch", "seq")
-    x = lax.psum(layout.lookup(table_VD, tokens - _first_row(table_VD.shape[0])), STAGE)  # exact, as one stage has it
+    x = sum_over(layout.lookup(table_VD, tokens - _first_row(table_VD.shape[0])), STAGE)  # exact, as one stage has it
     if config.embed_scale is not None:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     if parts["positions"] is not None:
