@@ -61,7 +61,7 @@ class Weights:
 
         from jaxpar import lora
 
-        base = self.base.load(abstract)
+        base = jax.tree.map(jax.numpy.asarray, self.base.load(abstract))  # of a run's folder they may be NumPy's
         shardings = jax.tree.map(lambda leaf: leaf.sharding, base)
         merge = functools.partial(lora.merge, base=self.config.lora.base)
         return jax.jit(merge, out_shardings=shardings, donate_argnums=0)(base, self.load_adapter())

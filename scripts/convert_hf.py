@@ -38,6 +38,9 @@ def main(argv: list[str]) -> int:
     out.add_argument("--adapter", action="store_true", help="write the adapter alone, as a PEFT folder")
     out.add_argument("--max-file-gb", type=float, default=5.0, help="size of one file (default: 5)")
     args = parser.parse_args(argv)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # a conversion needs no accelerator, and leaves those there are alone
     if args.action == "import":
         from jaxpar.hf.convert import import_folder
 

@@ -15,7 +15,7 @@ from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.data import load_tokenizer
 from jaxpar.errors import UserError
 from jaxpar.hf import export, load_params
-from jaxpar.hf.convert import abstract_params, export_adapter_folder, export_folder
+from jaxpar.hf.convert import abstract_params, export_adapter_folder, export_folder, import_folder
 from jaxpar.hf.load import leaf_axes
 from jaxpar.lora import merge
 from jaxpar.trainer import train
@@ -141,9 +141,12 @@ def test_from_a_folder_over_training_to_a_merged_folder_and_an_adapter(folder, b
     rng = np.random.default_rng(0)
     values = {name: 0.3 * rng.standard_normal(like.shape, np.float32) for name, (_, like) in leaves.items()}
     export(folder / "base", model, leaves, values.__getitem__, max_position=64)
+    start = folder / "base"
+    if base == "nf4":  # a run's folder serves as well
+        import_folder(folder / "base", start := folder / "imported", vocab_multiple=8)
     config = config_for(
         folder,
-        steps=4, init_from=str(folder / "base"), log_interval=1, parallel={"data": 4, "tensor": 2}, global_batch=4,
+        steps=4, init_from=str(start), log_interval=1, parallel={"data": 4, "tensor": 2}, global_batch=4,
         model={"num_layers": 2, "embed_dim": 16, "num_heads": 2, "mlp_dim": 24, "vocab_size": 259, "vocab_multiple": 8},
         lora={"rank": 2, "alpha": 8.0, "targets": ("q", "down"), "base": base}, remat="full",
         optimizer={"learning_rate": 0.03, "schedule": "constant"},
