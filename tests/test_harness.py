@@ -110,11 +110,30 @@ def test_answers_of_the_model_are_those_of_the_harness(folder):
 
 
 @needs_lm_eval
+@pytest.mark.sweep  # reads the harness's thousands of tasks
 def test_a_task_that_is_nowhere_is_named(folder):
     done = run(folder, "--tasks=jaxpar_sums,jaxpar_nothing")
     assert done.returncode == 2
     assert "jaxpar_nothing is no task" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_files_give_the_loss_of_the_logits(folder, tmp_path):
+    """Perplexity and bits per byte of a text, its end token included, on a mesh."""
+    text = "one plus two is three"
+    (tmp_path / "text.txt").write_text(text)
+    command = [sys.executable, "scripts/evaluate.py", f"--model={folder}", str(tmp_path / "text.txt"), "--json"]
+    done = subprocess.run(
+        [*command, "--precision=float32", "--seq-len=16", "--batch=2", "--devices=4", "--tensor=2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    values = json.loads(done.stdout)
+    ids = [*load_tokenizer(str(folder)).encode_batch([text])[0].tolist(), 1]
+    logprobs = model_of(folder).logprobs(ids)
+    loss = -np.mean([logprobs[i, ids[i + 1]] for i in range(len(ids) - 1)])
+    assert values["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert values["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 def test_files_and_tasks_exclude_each_other(folder):
