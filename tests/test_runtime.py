@@ -92,6 +92,18 @@ def test_a_peer_that_compiles_is_waited_for_and_a_silent_one_is_not():
     assert run_dog(0.2, 5.0, lambda dog: None, num_processes=2, board=Board({1: stale})) == [exits.RETRY]
 
 
+def test_a_busy_process_ends_when_a_peer_is_lost_and_waits_for_a_live_one():
+    def save(dog):
+        with dog.busy("save"):
+            time.sleep(4.0)
+
+    lost = {"time": time.time() - 3600, "step": 8, "busy": None}
+    assert exits.RETRY in run_dog(0.2, 5.0, save, num_processes=2, board=Board({1: lost}))
+    assert exits.RETRY in run_dog(0.2, 5.0, save, rank=1, num_processes=2, board=Board(None))
+    live = {"time": time.time() + 3600, "step": 8, "busy": "save"}
+    assert run_dog(0.2, 0.5, save, num_processes=2, board=Board({1: live})) == []
+
+
 def test_a_coordinator_that_does_not_answer_is_named(capfd):
     assert run_dog(0.2, 5.0, lambda dog: None, rank=1, num_processes=2, board=Board(None)) == [exits.RETRY]
     assert "process 0, which coordinates, does not answer" in capfd.readouterr().err

@@ -4,7 +4,8 @@ A collective has no deadline: one process that is stopped, or stuck in its data,
 heartbeat goes on. The watchdog of each process notes when the last step finished. After `timeout_s` it prints all
 Python stacks, names the processes that fell silent or behind, and ends the process with exit code 75, so that a
 supervisor starts all of them again. A process that waits for one that is alive and compiling, saving or evaluating
-goes on waiting.
+goes on waiting. One that is busy itself may be waiting for others all the same, such as at the end of a save; after
+`timeout_s` of that it ends if another process, whose watchdog would report in any state, has been silent as long.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import Any
 from jaxpar.runtime.coordination import Board
 from jaxpar.runtime.exits import RETRY, leave
 
+_UNANSWERED = 3  # questions in a row after which the coordinator counts as lost
+
 
 class Watchdog:
-    """Bounds the time since the last finished step; the time inside `busy` does not count."""
+    """Bounds the time since the last finished step; the time inside `busy` counts only while a peer is silent."""
 
     def __init__(
         self,
@@ -40,7 +43,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._busy: list[str] = []
         self._step: int | None = None
-        self._last = time.monotonic()
+        self._last = time.monotonic()  # when a step finished, or when what keeps the process busy began or ended
+        self._unanswered = 0
         self._stop = threading.Event()
         self._pinning: threading.Thread | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -63,6 +67,7 @@ class Watchdog:
         """Stop the clock: compiling, restoring, evaluating, saving."""
         with self._lock:
             self._busy.append(what)
+            self._last = time.monotonic()
         try:
             yield
         finally:
@@ -73,15 +78,15 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stop.wait(self._beat_s):
             with self._lock:
-                busy, step = list(self._busy), self._step
-                silent_s = 0.0 if busy else time.monotonic() - self._last
+                busy, step, silent_s = list(self._busy), self._step, time.monotonic() - self._last
             self._pin(step, busy)
             if silent_s > self.timeout_s and not self._stop.is_set():
                 notes = self._read()
-                if self._somebody_is_busy(notes):
-                    continue  # a slower compile elsewhere: this process waits for its peer, not for nothing
-                self._bark(step, silent_s, notes)
-                return
+                # A slower compile elsewhere: this process waits for its peer, not for nothing.
+                waits_well = not self._somebody_is_lost(notes) if busy else self._somebody_is_busy(notes)
+                if not waits_well:
+                    self._bark(step, silent_s, notes)
+                    return
 
     def _pin(self, step: int | None, busy: list[str]) -> None:
         if self._board is None or self._num_processes == 1:
@@ -102,6 +107,14 @@ class Watchdog:
             note["busy"] and now - note["time"] <= self._stale_s
             for rank, note in (notes or {}).items()
             if rank != self._rank
+        )
+
+    def _somebody_is_lost(self, notes: dict[int, dict[str, Any]] | None) -> bool:
+        """Whether another process, or the service in process 0, has been silent for `timeout_s` or several beats."""
+        self._unanswered = self._unanswered + 1 if notes is None else 0
+        patience_s, now = max(self.timeout_s, self._stale_s), time.time()
+        return self._unanswered >= _UNANSWERED or any(
+            now - note["time"] > patience_s for rank, note in (notes or {}).items() if rank != self._rank
         )
 
     def _bark(self, step: int | None, silent_s: float, notes: dict[int, dict[str, Any]] | None) -> None:
