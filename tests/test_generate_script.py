@@ -54,7 +54,8 @@ def test_a_single_chat_streams_its_answer(folder):
     done = run(folder, "--prompt=what is two", "--chat")
     assert done.returncode == 0, done.stderr
     tokens = greedy(folder, (START, USER, *ids_of(folder, "what is two"), ASSISTANT))
-    assert done.stdout == Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens, skip_special_tokens=False) + "\n"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert done.stdout == tokenizer.decode(tokens, skip_special_tokens=False) + "\n"
 
 
 def test_a_chat_without_a_template_is_refused(folder, tmp_path):
