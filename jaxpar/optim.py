@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from optax import contrib
@@ -72,11 +73,26 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     rules = {
         "adamw": lambda: optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         "lion": lambda: optax.scale_by_lion(b1=config.b1, b2=config.b2),
-        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(), clip_by_layer_rms(1.0)),
         "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
     }
     parts = [rules[config.name](), decay, optax.scale_by_learning_rate(schedule)]
     return optax.chain(*(part for part in parts if part is not None))
+
+
+def clip_by_layer_rms(limit: float) -> optax.GradientTransformation:
+    """Scale updates down to a root mean square of at most `limit`, each layer and each expert by itself.
+
+    Over a whole stack of layers, the empty slots of uneven pipeline stages would count too.
+    """
+
+    def clip(variable: nnx.Variable) -> nnx.Variable:
+        update = variable[...]
+        inside = tuple(i for i, name in enumerate(variable.axes) if name not in STACKED)
+        rms = jnp.sqrt(jnp.mean(jnp.square(update), inside, keepdims=True))
+        return variable.replace(update / jnp.maximum(1.0, rms / limit))
+
+    return optax.stateless(lambda updates, _: map_parameters(clip, updates))
 
 
 def muon_dimensions(params: Any) -> Any:

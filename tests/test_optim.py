@@ -82,6 +82,22 @@ def test_every_optimizer_learns_and_keeps_the_contract(name):
         assert held["params/blocks/mlp/up"] == whole // 2
 
 
+def test_adafactor_does_not_count_the_empty_slots_of_a_stage():
+    rule = OptimizerConfig(name="adafactor", learning_rate=1.0, schedule="constant", weight_decay=0.0)
+    optimizer = make_optimizer(rule, make_schedule(rule, 10))
+    blocks = build(tiny(), jax.devices()[:1]).init(jax.random.key(0)).params.blocks
+    longer = jax.tree.map(lambda a: np.concatenate([a, np.zeros_like(a)]), jax.device_get(blocks))
+
+    def second_update(gradients):
+        first = optimizer.update(gradients, optimizer.init(gradients), gradients)[1]
+        return named_leaves(optimizer.update(jax.tree.map(lambda a: 9.0 * a, gradients), first, gradients)[0])
+
+    found, wanted = second_update(longer), second_update(blocks)
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(found[name][:2], leaf, rtol=1e-5)
+        assert not found[name][2:].any()
+
+
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_gradients_lie_where_zero_promises(zero):
     built = build(tiny(parallel={"data": 4, "tensor": 2, "zero": zero}))
