@@ -91,9 +91,9 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             if tuning is not None and weights is not None:
                 step, built = tuning.bind(tuning.load(weights), step)
         start = int(state.step)
-        writer = stack.enter_context(_writer(config, workdir, start, is_main))
-        with watch.busy("loader"):
+        with watch.busy("loader"):  # refuses to go on with other data, so it comes before anything is written
             loader = stack.enter_context(_loader(data, config, built, extra))
+        writer = stack.enter_context(_writer(config, workdir, start, is_main))
         run = Run(
             config=config,
             step_fn=step,
@@ -196,7 +196,12 @@ def _tell_changes(config: Config, workdir: Path, say: Any) -> None:
     path = workdir / "config.json"
     if not path.exists():
         return
-    before, now = _flat(json.loads(path.read_text())), _flat(json.loads(json.dumps(config_file.to_dict(config))))
+    try:
+        before = _flat(json.loads(path.read_text()))
+    except (ValueError, AttributeError):
+        say(f"{path} is damaged, so changed settings cannot be told; it is written anew")
+        return
+    now = _flat(json.loads(json.dumps(config_file.to_dict(config))))
     changed = [f"{key}: {before.get(key)} -> {value}" for key, value in now.items() if before.get(key) != value]
     if changed:
         say("settings changed since the last start, the new ones hold: " + "; ".join(changed))
@@ -215,7 +220,8 @@ def _first_state(
     """The newest checkpoint that verifies, or a fresh state: from the weights of `init_from`, or random."""
     restored = checkpoints.restore_latest(built.abstract_state)
     if restored is not None:
-        say(f"resuming after step {restored.step}")
+        finished = restored.step >= config.steps
+        say(f"resuming after step {restored.step}" + (f": all {config.steps} steps are done" if finished else ""))
         return restored.state, restored.extra
     if weights is not None:
         from jaxpar.weights import start_state

@@ -87,8 +87,17 @@ def test_run_and_resume_are_bit_identical(config, tmp_path):
     assert rows[-1]["eval_bits_per_byte"] > 0
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert json.loads((whole / "config.json").read_text())["steps"] == 6
+    settings = (whole / "config.json").read_text()
+    refused = train(config, whole, "--config.steps=8", "--config.seq_len=16")
+    assert refused.returncode == 2
+    assert "the training data changed" in refused.stderr
+    assert (whole / "config.json").read_text() == settings
+    (whole / "config.json").write_text("{")
     finished = train(config, whole)
     assert finished.returncode == 0
+    assert "all 6 steps are done" in finished.stdout
+    assert "config.json is damaged" in finished.stdout
+    assert (whole / "config.json").read_text() == settings
     assert rows_of(whole / "metrics.jsonl") == rows
 
 
