@@ -28,11 +28,13 @@ AT_LEAST = {
         model.vocab_size model.vocab_multiple model.max_position model.window model.rope.factor
         model.rope.original_max_position model.moe.experts_per_token model.moe.expert_dim model.moe.num_groups
         model.moe.groups_per_token pipeline.chunks pipeline.microbatches loss.chunk_tokens optimizer.max_skipped
-        checkpoint.interval checkpoint.keep checkpoint.keep_every checkpoint.keep_best runtime.heartbeat_s""",
+        model.latent.query_rank model.latent.rope_dim model.latent.value_dim
+        checkpoint.interval checkpoint.keep checkpoint.keep_every checkpoint.keep_best checkpoint.max_failed_saves
+        runtime.heartbeat_s""",
     0: """seed model.dropout model.moe.num_experts model.moe.num_shared model.moe.first_dense model.moe.balance_loss
-        model.moe.router_z_loss model.moe.bias_update_rate optimizer.learning_rate optimizer.warmup_steps
-        optimizer.decay_steps optimizer.final_fraction optimizer.weight_decay optimizer.b1 optimizer.b2
-        optimizer.momentum optimizer.eps loss.z_loss loss.label_smoothing data.eval_fraction lora.rank""",
+        model.moe.router_z_loss model.moe.bias_update_rate model.latent.kv_rank optimizer.learning_rate
+        optimizer.warmup_steps optimizer.decay_steps optimizer.final_fraction optimizer.weight_decay optimizer.b1
+        optimizer.b2 optimizer.momentum optimizer.eps loss.z_loss loss.label_smoothing data.eval_fraction lora.rank""",
 }
 MORE_THAN_ZERO = """model.norm_eps model.rope.base model.rope.local_base model.rope.attention_factor
     model.rope.fraction model.rope.low_freq_factor model.rope.high_freq_factor model.rope.beta_fast
@@ -245,6 +247,12 @@ def _options(config: Config, sizes: Sizes) -> Iterator[str]:
     """Options of the model that do not go together."""
     del sizes
     model = config.model
+    rope = model.rope
+    if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        yield (
+            f"model.rope.low_freq_factor = {rope.low_freq_factor} must be less than model.rope.high_freq_factor = "
+            f"{rope.high_freq_factor}; Llama 3 has 1 and 4"
+        )
     if model.activation == "clamped_swiglu" and not model.gated:
         yield "model.activation = clamped_swiglu with model.gated = False: it has two inputs; use model.gated = True"
     if model.attention_sinks and model.attention == "cudnn":
@@ -279,6 +287,12 @@ def _experts(config: Config, sizes: Sizes) -> Iterator[str]:
     ):
         if value > limit:
             yield f"model.moe.{key} = {value} is more than model.{limit_key} = {limit}; use at most {limit}"
+    choice = moe.num_experts // moe.num_groups * moe.groups_per_token
+    if choice < moe.experts_per_token <= moe.num_experts:
+        yield (
+            f"model.moe.experts_per_token = {moe.experts_per_token} is more than the {choice} experts of "
+            f"model.moe.groups_per_token = {moe.groups_per_token} groups; use at most {choice}, or more groups"
+        )
     if config.precision == "fp8":
         yield 'precision = "fp8" with model.moe: experts have no products of 8-bit floats; use precision = "bf16"'
 

@@ -158,6 +158,16 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
     ({**EXPERTS, "model.moe.experts_per_token": 5}, ["experts_per_token = 5"], {"model.moe.experts_per_token": 4}),
     ({**EXPERTS, "model.moe.num_groups": 3}, ["num_groups = 3"], {"model.moe.num_groups": 2}),
     (
+        {**EXPERTS, "model.moe.num_groups": 4},
+        ["experts_per_token = 2 is more than the 1 experts", "use at most 1"],
+        {"model.moe.groups_per_token": 2},
+    ),
+    (
+        {"model.rope.scaling": "llama3", "model.rope.low_freq_factor": 4},
+        ["model.rope.low_freq_factor = 4.0 must be less", "high_freq_factor = 4.0"],
+        {"model.rope.low_freq_factor": 1},
+    ),
+    (
         {"parallel.data": 3},
         ["parallel.data = 3 uses 3 of 8 devices", "use parallel.data = 8"],
         {"parallel.data": 8},
@@ -227,7 +237,18 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         ({key: -1}, [f"{key} = -1"], {key: 8})
         for key in ("steps", "seed", "global_batch", "seq_len", "model.num_layers", "model.window")
     ),
-    *(({key: 0}, [f"{key} = 0"], {key: 1}) for key in ("log_interval", "eval_interval", "checkpoint.keep")),
+    *(
+        ({key: 0}, [f"{key} = 0"], {key: 1})
+        for key in (
+            "log_interval",
+            "eval_interval",
+            "checkpoint.keep",
+            "checkpoint.max_failed_saves",
+            "model.latent.query_rank",
+            "model.latent.value_dim",
+        )
+    ),
+    ({"model.latent.kv_rank": -1}, ["model.latent.kv_rank = -1: wanted at least 0"], {"model.latent.kv_rank": 0}),
     ({"model.dropout": 1.0}, ["model.dropout = 1.0: wanted less than 1"], {"model.dropout": 0.5}),
     ({"model.rope.fraction": 1.5}, ["model.rope.fraction = 1.5: wanted at most 1"], {"model.rope.fraction": 1}),
     ({"optimizer.clip_norm": 0}, ["optimizer.clip_norm = 0.0: wanted more than 0"], {"optimizer.clip_norm": None}),
