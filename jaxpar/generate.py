@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -37,8 +38,10 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
         problems = []
-        if not self.temperature >= 0:
-            problems.append(f"temperature = {self.temperature}; want 0 (greedy) or more")
+        if not 0 <= self.temperature < math.inf:
+            problems.append(f"temperature = {self.temperature}; want 0 (greedy) or more, and finite")
+        if not 0 <= self.seed < 2**63:
+            problems.append(f"seed = {self.seed}; want 0 or more, of at most 63 bits")
         if self.top_k is not None and self.top_k < 1:
             problems.append(f"top_k = {self.top_k}; want at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

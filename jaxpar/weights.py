@@ -41,7 +41,10 @@ class Weights:
     def tokenizer(self) -> str | None:
         """What `data.tokenizer` should be; None where the source does not tell."""
         if self.config is not None:
-            return self.config.data.tokenizer
+            from jaxpar.data.readers import tokenizer_spec
+
+            unknown = self.like is not None and self.config.data.tokenizer == "bytes"  # came without a tokenizer
+            return None if unknown else tokenizer_spec(self.config.data)
         names = ("tokenizer.json", "tokenizer.model", "tekken.json")
         return str(self.folder) if any((self.folder / name).is_file() for name in names) else None
 

@@ -14,9 +14,11 @@ merged, or written alone with --adapter.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from jaxpar import cli
+from jaxpar.errors import UserError
 
 
 def main(argv: list[str]) -> int:
@@ -54,6 +56,8 @@ def main(argv: list[str]) -> int:
         export_adapter_folder(args.source, args.target, step=args.step)
         print(f"{args.target}: written")
         return 0
+    if not 0 < args.max_file_gb < math.inf:
+        raise UserError(f"--max-file-gb={args.max_file_gb:g}: want more than 0")
     size = int(args.max_file_gb * 1e9)
     export_folder(args.source, args.target, step=args.step, dtype=args.dtype, like=args.like, max_file_bytes=size)
     print(f"{args.target}: written")

@@ -63,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, metavar="DIR", help="workdir of a run, or a Hugging Face folder")
     parser.add_argument("--step", type=int, help="checkpoint of the run (default: the newest)")
     parser.add_argument("--tokenizer", help='"bytes", or a tokenizer file or folder (default: that of the model)')
+    parser.add_argument("--eos-token", help="text of the end token, where the tokenizer does not tell")
+    parser.add_argument(
+        "--add-eos", action=argparse.BooleanOptionalAction, help="after a document (default: as trained)"
+    )
     parser.add_argument("--tokens", action="store_true", help="FILEs are token sets of scripts/prepare_data.py")
     parser.add_argument("--text-key", default="text", help="key or column of the text (default: text)")
     parser.add_argument("--seq-len", type=int, help="length of a row (default: that of the run, else 1024)")
@@ -87,9 +91,19 @@ def _config(args: argparse.Namespace, weights: Any) -> Any:
     from jaxpar.config import Config, DataConfig, ParallelConfig
 
     run = weights.config or Config(model=weights.model)
+    told = run.data if args.tokenizer is None else DataConfig()
+    data = DataConfig(
+        text_key=args.text_key,
+        add_bos=run.data.add_bos,
+        add_eos=run.data.add_eos if args.add_eos is None else args.add_eos,
+        bos_token=told.bos_token,
+        eos_token=args.eos_token or told.eos_token,
+    )
+    if args.seq_len is not None and args.seq_len < 1:
+        raise UserError(f"--seq-len={args.seq_len}: want at least 1")
     return dataclasses.replace(
         run,
-        data=DataConfig(text_key=args.text_key, add_bos=run.data.add_bos, add_eos=run.data.add_eos),
+        data=data,
         seq_len=args.seq_len or run.seq_len,
         global_batch=args.batch,
         accumulation=1,
@@ -107,7 +121,8 @@ def _on_tasks(args: argparse.Namespace, config: Any, weights: Any, spec: str) ->
     from jaxpar.text import starts_with_bos
 
     manager = find_tasks(args.tasks, args.task_folder)
-    tokenizer, template = load_tokenizer(spec), None
+    told = config.data
+    tokenizer, template = load_tokenizer(spec, bos_token=told.bos_token, eos_token=told.eos_token), None
     if args.chat:
         told = weights.config.chat.template if weights.config is not None else None
         template = load_template(args.chat_template or told, Path(spec), tokenizer)

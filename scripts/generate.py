@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
         from jaxpar.mesh import simulate_devices
 
         simulate_devices(args.devices)
+    from jaxpar.config import DataConfig
     from jaxpar.data import load_tokenizer
     from jaxpar.generate import Sampling, load_generator
     from jaxpar.text import Streamer, encode_prompts, starts_with_bos
@@ -34,7 +35,8 @@ def main(argv: list[str]) -> int:
     spec = args.tokenizer or weights.tokenizer
     if spec is None:
         raise UserError(f"{args.model}: has no tokenizer; name one with --tokenizer")
-    tokenizer = load_tokenizer(spec)
+    told = weights.config.data if weights.config is not None and args.tokenizer is None else DataConfig()
+    tokenizer = load_tokenizer(spec, bos_token=told.bos_token, eos_token=told.eos_token)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     add_bos = starts_with_bos(weights) if args.add_bos is None else args.add_bos
     stop = _stop_ids(args.stop, tokenizer)
@@ -96,7 +98,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         path = Path(args.prompts)
         if not path.is_file():
             raise UserError(f"--prompts={path}: no such file")
-        prompts += path.read_text("utf-8").splitlines()
+        try:
+            prompts += path.read_text("utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise UserError(f"--prompts={path}: not UTF-8 text ({error})") from error
     if not prompts:
         raise UserError("nothing to continue: give --prompt=TEXT or --prompts=FILE")
     return prompts

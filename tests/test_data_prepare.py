@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from test_data_tokenizers import save_word_tokenizer
 
-from jaxpar.config import Config, DataConfig, MixtureSource
+from jaxpar.config import Config, DataConfig, MixtureSource, ModelConfig
 from jaxpar.data import build, open_data, prepare, required_vocab, sources
 from jaxpar.data.build import Inputs, build_token_set
 from jaxpar.data.encode import Recipe
 from jaxpar.data.prepare import PrepareOptions
 from jaxpar.data.store import open_manifest, open_store, verify_store
 from jaxpar.errors import UserError
+from jaxpar.weights import Weights
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "prepare_data.py"
@@ -206,6 +207,17 @@ def test_a_token_set_brings_its_tokenizer_along(tmp_path):
     data = open_data(Config(seq_len=4, data=settings), tmp_path)
     assert (data.vocab_size, data.tokenizer.eos_id) == (3, 2)
     assert data.train.row(0)["targets"].tolist()[:3] == [1, 0, 2]
+
+    def tokenizer_of_run(settings):
+        config = Config(model=ModelConfig(vocab_size=3), data=settings)
+        return Weights(tmp_path, config.model, config).tokenizer
+
+    assert tokenizer_of_run(settings) == str(tmp_path / "set" / "tokenizer")
+    assert tokenizer_of_run(DataConfig(source="tokens", files=(f"{tmp_path}/gone",))) is None
+    assert tokenizer_of_run(DataConfig(source="megatron", files=("x",))) is None
+    assert tokenizer_of_run(DataConfig()) == "bytes"
+    prepare.prepare(PrepareOptions((f"{tmp_path}/a.jsonl",), tmp_path / "bytes", Recipe()))
+    assert tokenizer_of_run(DataConfig(source="tokens", files=(f"{tmp_path}/bytes",))) == "bytes"
 
 
 def test_damage_is_found(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,13 @@ def test_more_positions_than_were_learned_are_refused():
         generator("gpt2")([[1] * 13], 20)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0}, {"temperature": math.inf}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1},
+        {"seed": 2**63},
+    ],
+)  # fmt: skip
 def test_sampling_that_means_nothing_is_refused(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
         Sampling(**bad)

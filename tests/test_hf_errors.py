@@ -358,8 +358,12 @@ def test_import_then_export_keeps_every_bit_and_the_tokenizer(tmp_path):
     check_same_model(weights, weights.model)
     with pytest.raises(UserError, match=r"init_from = .*: model.rope.base = 10000.0, but the checkpoint has"):
         check_same_model(open_weights(DATA / "llama"), weights.model)
-    with pytest.raises(UserError, match="exists already and is not empty"):
-        import_folder(source, tmp_path / "run")
+    for taken in (tmp_path / "run", tmp_path / "run" / "config.json"):
+        with pytest.raises(UserError, match="exists already and is not empty"):
+            import_folder(source, taken)
+    with pytest.raises(UserError, match="--vocab-multiple=0: want at least 1"):
+        import_folder(source, tmp_path / "other", vocab_multiple=0)
+    assert not (tmp_path / "other").exists()
 
 
 def test_folders_that_are_no_weights_are_told(tmp_path):

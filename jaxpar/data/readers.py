@@ -24,10 +24,34 @@ log = logging.getLogger(__name__)
 
 def tokenizer_of(settings: DataConfig) -> Tokenizer | None:
     """The tokenizer of the config; None where the default is set and the tokens were made elsewhere."""
-    kinds = {source.source for source in settings.sources} if settings.source == "mixture" else {settings.source}
-    if settings.tokenizer == "bytes" and not kinds & {"python_stdlib", "files", "chat"}:
+    if _made_elsewhere(settings):
         return None
     return load_tokenizer(settings.tokenizer, bos_token=settings.bos_token, eos_token=settings.eos_token)
+
+
+def tokenizer_spec(settings: DataConfig) -> str | None:
+    """What `data.tokenizer` must be to read and write the ids of these settings; None where nothing tells it."""
+    if not _made_elsewhere(settings):
+        return settings.tokenizer
+    try:
+        stores = [open_store(folder) for folder in _named_token_sets(settings)]
+    except UserError:  # the token sets have gone
+        return None
+    if stores and stores[0].tokenizer_sha256 == load_tokenizer("bytes").sha256:
+        return "bytes"
+    return next((str(store.tokenizer_dir) for store in stores if store.tokenizer_dir is not None), None)
+
+
+def _made_elsewhere(settings: DataConfig) -> bool:
+    kinds = {source.source for source in settings.sources} if settings.source == "mixture" else {settings.source}
+    return settings.tokenizer == "bytes" and not kinds & {"python_stdlib", "files", "chat"}
+
+
+def _named_token_sets(settings: DataConfig) -> list[Path]:
+    named = [(settings.source, settings.files, "data.files")]
+    if settings.source == "mixture":
+        named = [(one.source, one.files, f"data.sources[{i}].files") for i, one in enumerate(settings.sources)]
+    return [folder for kind, files, key in named if kind == "tokens" for folder in _token_sets(files, key)]
 
 
 def required_vocab(config: Config) -> int:
@@ -39,15 +63,7 @@ def required_vocab(config: Config) -> int:
     tokenizer = tokenizer_of(settings)
     if tokenizer is not None:
         return tokenizer.vocab_size
-    named = [(settings.source, settings.files, "data.files")]
-    if settings.source == "mixture":
-        named = [(one.source, one.files, f"data.sources[{i}].files") for i, one in enumerate(settings.sources)]
-    sizes = [
-        open_manifest(folder)["tokenizer"]["vocab_size"]
-        for kind, files, key in named
-        if kind == "tokens"
-        for folder in _token_sets(files, key)
-    ]
+    sizes = [open_manifest(folder)["tokenizer"]["vocab_size"] for folder in _named_token_sets(settings)]
     if not sizes:
         raise UserError(
             f"model.vocab_size is not set, and data.source = {settings.source} does not tell it; set it, or"

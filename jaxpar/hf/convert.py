@@ -29,8 +29,10 @@ def import_folder(
 
     `config.json` is a valid `--config`, and the folder a valid `init_from`.
     """
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: exists already and is not empty; import into a new folder")
+    if vocab_multiple is not None and vocab_multiple < 1:
+        raise UserError(f"--vocab-multiple={vocab_multiple}: want at least 1")
     model = read_model(source, ignore)
     if vocab_multiple is not None:
         model = dataclasses.replace(model, vocab_multiple=vocab_multiple)
