@@ -207,10 +207,14 @@ class _Walk:
         if trips is None:
             self.warnings.append(f"loop {instruction.name}: trip count not known, counted once")
             trips = 1
-        seconds, before, self.spans = 0.0, self.spans, []
+        seconds, before = 0.0, self.spans
+        one: list[Span] = []  # of one iteration: the condition, then the body
         for called in instruction.called:
-            seconds += self.walk(self.module.computations[called], times * int(trips), top=start_s is not None)
-        one, self.spans = self.spans, before
+            self.spans = []
+            taken_s = self.walk(self.module.computations[called], times * int(trips), top=start_s is not None)
+            one += [dataclasses.replace(s, start_s=s.start_s + seconds, end_s=s.end_s + seconds) for s in self.spans]
+            seconds += taken_s
+        self.spans = before
         if start_s is not None:
             self._repeat(one, int(trips), start_s, seconds, _label(instruction))
         return seconds * int(trips)
@@ -285,10 +289,17 @@ class _Walk:
                     pending[instruction.id] = _Pending(now)
                 continue
             if opcode == "async-start":
-                begin = max(now, host_free)
-                host_free = begin + self.walk(self.module.computations[instruction.called[0]], times)
-                self._span(top, "host", begin, host_free, _label(instruction))
-                pending[instruction.id] = _Pending(host_free)
+                called = self.module.computations[instruction.called[0]]
+                seconds = self.walk(called, times)
+                if self._copies_to_host(called):
+                    begin = max(now, host_free)
+                    host_free = begin + seconds
+                    self._span(top, "host", begin, host_free, _label(instruction))
+                    pending[instruction.id] = _Pending(host_free)
+                else:  # kernels on a stream of their own take the same multiprocessors
+                    now += seconds
+                    self._span(top, "compute", start, now, _label(instruction))
+                    pending[instruction.id] = _Pending(now)
                 continue
             copy = host_copy_of(self.module, computation, instruction)
             if copy is not None:
@@ -304,6 +315,9 @@ class _Walk:
             now += self._kernel(computation, instruction, times)
             self._span(top, "compute", start, now, _label(instruction))
         return now
+
+    def _copies_to_host(self, computation: Computation) -> bool:
+        return any(host_copy_of(self.module, computation, one) is not None for one in computation.instructions)
 
     def _wait(self, started: _Pending | None, now: float, times: float) -> float:
         """When the compute stream goes on after a done: waiting, and the slowdown by what ran beside it."""
