@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jaxpar.config import Config
 from jaxpar.data import Data, load_tokenizer
 from jaxpar.data.hashing import content_identity
 from jaxpar.data.rows import Row, empty_row
-from jaxpar.data.sources import expand_files
+from jaxpar.data.sources import UTF8_MARK, decode_utf8, expand_files, line_blocks, open_plain
 from jaxpar.data.tokenizers import Tokenizer
 from jaxpar.errors import UserError
 
@@ -121,7 +122,10 @@ def open_chat(config: Config) -> Data:
         every = max(round(1 / settings.eval_fraction), 2)
         held, train = train[every - 1 :: every], [c for i, c in enumerate(train) if i % every != every - 1]
     if not train:
-        raise UserError(f"data.files: no conversation has an answer within seq_len = {config.seq_len} tokens")
+        raise UserError(
+            f"data.files: no conversation has a message of chat.train_on = {config.chat.train_on} within seq_len = "
+            f"{config.seq_len} tokens"
+        )
     rows = _rows(config, train, tokenizer)
     description = (
         f"chat: {len(train)} conversations in {len(rows)} rows, {sum(int(m.sum()) for _, m in train)} learned tokens"
@@ -145,7 +149,7 @@ def load_template(path: str | None, tokenizer_path: Path, tokenizer: Tokenizer) 
     if path is not None:
         if not Path(path).is_file():
             raise UserError(f"chat.template = {path}: no such file")
-        return Template(Path(path).read_text("utf-8"), path, special)
+        return Template(decode_utf8(Path(path).read_bytes(), path), path, special)
     if (folder / "chat_template.jinja").is_file():
         return Template(
             (folder / "chat_template.jinja").read_text("utf-8"), str(folder / "chat_template.jinja"), special
@@ -200,11 +204,8 @@ def _read(paths: Iterable[Path], key: str) -> Iterator[tuple[str, list[Message]]
     """(place, messages) of every line; all of the first broken lines are told at once."""
     problems: list[str] = []
     for path in paths:
-        for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            problem, messages = _parse(line, key)
+        for place, line in _lines(path):
+            problem, messages = _parse(decode_utf8(line, place), key)
             if problem:
                 problems.append(f"{place}: {problem}")
                 if len(problems) >= SHOWN_PROBLEMS:
@@ -213,6 +214,16 @@ def _read(paths: Iterable[Path], key: str) -> Iterator[tuple[str, list[Message]]
                 yield place, messages
     if problems:
         raise UserError(*problems)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(place, bytes) of every line that is not blank, of a plain or compressed file, without a byte-order mark."""
+    with open_plain(path) as (stream, _):
+        for block in line_blocks(stream, str(path), 0, 1):
+            for number, line in enumerate(block.data.split(b"\n"), block.first_line):
+                line = line.removeprefix(UTF8_MARK) if number == 1 else line
+                if line.strip():
+                    yield f"{path}, line {number}", line
 
 
 def _parse(line: str, key: str) -> tuple[str | None, list[Message]]:
@@ -226,6 +237,8 @@ def _parse(line: str, key: str) -> tuple[str | None, list[Message]]:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             return f'a message is {message!r}, wanted {{"role": ..., "content": ...}}', []
+    if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
+        return "holds a lone surrogate (half of a character), which has no UTF-8 form", []
     return None, messages
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 
 import jax
@@ -131,6 +132,26 @@ def test_no_template_and_broken_lines_are_told(folder):
     assert [problem.split(": ")[0].rsplit(", ", 1)[-1] for problem in caught.value.problems] == [
         "line 1", "line 2", "line 3",
     ]  # fmt: skip
+    for line, words in (
+        (b"\xff", "not UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+    ):
+        (folder / "chat.jsonl").write_bytes(b"\n" + line)
+        with pytest.raises(UserError, match=rf"chat.jsonl, line 2: .*{words}"):
+            open_chat(config_for(folder))
+
+
+def test_oddities_of_files_change_nothing(folder):
+    """A byte-order mark, line ends and blank lines, compression."""
+    text = (folder / "chat.jsonl").read_bytes()
+    wanted = open_chat(config_for(folder)).train.row(0)
+    (folder / "chat.jsonl").write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n\r\n"))
+    (folder / "chat.jsonl.gz").write_bytes(gzip.compress(text))
+    plain = config_for(folder)
+    data = dataclasses.replace(plain.data, files=(str(folder / "chat.jsonl.gz"),))
+    for config in (plain, dataclasses.replace(plain, data=data)):
+        found = open_chat(config).train.row(0)
+        assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
 
 
 @pytest.mark.parametrize("base", ["float32", "nf4"])
