@@ -133,8 +133,10 @@ def _product(degree: dict[str, int], *axes: str) -> int:
 
 
 def _microbatches(config: Config) -> int | None:
-    """Two rounds through the stages show what many would."""
+    """Two rounds through the stages show what many would; a table from a file is for as many as it is."""
     stages = config.parallel.stage
+    if stages > 1 and config.pipeline.schedule.endswith(".csv"):
+        return config.pipeline.microbatches or 2 * stages
     return min(config.pipeline.microbatches or 2 * stages, 2 * stages) if stages > 1 else None
 
 

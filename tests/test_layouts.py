@@ -8,7 +8,8 @@ import pytest
 from layouts import References, assert_same, cases, meshes, tiny
 
 from jaxpar.build import build
-from jaxpar.layout_check import compare, put, random_batch
+from jaxpar.config import PipelineConfig
+from jaxpar.layout_check import compare, put, random_batch, shrunk
 from jaxpar.tree import named_leaves
 
 CASES = cases()
@@ -109,6 +110,13 @@ def test_steps_keep_replicas_equal_and_match_one_device():
         finals.append({name: np.asarray(leaf) for name, leaf in leaves.items()})
     for name, value in finals[0].items():
         np.testing.assert_allclose(finals[1][name], value, rtol=0, atol=1e-4 * max(np.abs(value).max(), 1e-30))
+
+
+def test_a_schedule_from_a_file_keeps_its_microbatches():
+    for schedule, asked, wanted in (("mine.csv", 8, 8), ("mine.csv", None, 4), ("fused", 8, 4)):
+        pipeline = PipelineConfig(schedule=schedule, microbatches=asked)
+        small = shrunk(tiny(parallel={"stage": 2}, pipeline=pipeline, global_batch=16))
+        assert small.pipeline.microbatches == small.global_batch == wanted
 
 
 def test_check_layout_finds_a_wrong_gradient(monkeypatch):
