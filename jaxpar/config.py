@@ -192,7 +192,7 @@ class LossConfig:
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
-    chunk_tokens: int | None = None  # positions of the sequence whose logits exist at one time; None: all
+    chunk_tokens: int | None = None  # positions whose logits exist at one time; None, or seq_len and more: all
 
 
 @dataclasses.dataclass(frozen=True)

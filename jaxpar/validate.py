@@ -19,6 +19,8 @@ AXES = ("stage", "replica", "data", "expert", "context", "tensor")  # of the mes
 BATCH_AXES = ("replica", "data", "expert")
 ONE_CHUNK_SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 SCHEDULES = ("auto", *ONE_CHUNK_SCHEDULES, "fused", "interleaved")
+LORA_TARGETS = ("q", "k", "v", "out", "gate", "up", "down")  # weights of a layer that an adapter can have
+MIXTURE_KINDS = ("files", "tokens", "megatron", "raw", "python_stdlib")
 SCHEDULE_ALIASES = {"one_f_one_b": "1f1b", "zero_bubble": "zb_h1", "circular": "interleaved"}
 
 # Lowest value of a key; None as a value is always allowed where its type is.
@@ -265,6 +267,16 @@ def _options(config: Config, sizes: Sizes) -> Iterator[str]:
             yield "model.attention_sinks = True with model.latent.kv_rank: latent attention has none; use False"
         if model.positions != "rope":
             yield f'model.positions = {model.positions} with model.latent.kv_rank: latent attention needs "rope"'
+        if model.kv_heads != model.num_heads:
+            yield (
+                f"model.num_kv_heads = {model.num_kv_heads} with model.latent.kv_rank: in latent attention every head "
+                f"has keys and values of its own; use model.num_kv_heads = {model.num_heads}, or None"
+            )
+        if model.qk_norm != "none":
+            yield (
+                f'model.qk_norm = {model.qk_norm} with model.latent.kv_rank: latent attention has none; use "none" '
+                "(its compressed vectors have norms)"
+            )
 
 
 def _experts(config: Config, sizes: Sizes) -> Iterator[str]:
@@ -287,6 +299,11 @@ def _experts(config: Config, sizes: Sizes) -> Iterator[str]:
     ):
         if value > limit:
             yield f"model.moe.{key} = {value} is more than model.{limit_key} = {limit}; use at most {limit}"
+    if moe.first_dense == config.model.num_layers:
+        yield (
+            f"model.moe.first_dense = {moe.first_dense} = model.num_layers leaves no layer with experts; use at most "
+            f"{moe.first_dense - 1}, or model.moe.num_experts = 0"
+        )
     choice = moe.num_experts // moe.num_groups * moe.groups_per_token
     if choice < moe.experts_per_token <= moe.num_experts:
         yield (
@@ -387,8 +404,10 @@ def _training(config: Config) -> Iterator[str]:
             f"lora.base = {config.lora.base!r} is for frozen weights, but lora.rank = 0 trains all of them; "
             "set lora.rank, or lora.base to 'float32'"
         )
+    if unknown := [target for target in config.lora.targets if target not in LORA_TARGETS]:
+        yield f"lora.targets: {', '.join(map(repr, unknown))} is no weight; choose from {', '.join(LORA_TARGETS)}"
     chunk = config.loss.chunk_tokens
-    if chunk is not None and chunk > 0:
+    if chunk is not None and 0 < chunk < config.seq_len:  # a row that fits into one chunk has no others
         yield from _indivisible("seq_len", config.seq_len, chunk, f"loss.chunk_tokens = {chunk}")
 
 
@@ -403,6 +422,11 @@ def _data(config: Config) -> Iterator[str]:
     if not data.sources:
         yield "data.sources is empty, but data.source = mixture; list sources with name, files and weight"
         return
+    for source in data.sources:
+        if source.source not in MIXTURE_KINDS:
+            yield (
+                f"data.sources: {source.name!r} has the source {source.source!r}; want one of {', '.join(MIXTURE_KINDS)}"
+            )
     weights = [source.weight for source in data.sources]
     if min(weights) < 0 or sum(weights) == 0:
         yield f"data.sources: weights {weights} must be at least 0 and not all 0"

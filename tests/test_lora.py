@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hf_models import DATA, batch_of, model_of
 
+from jaxpar import validate
 from jaxpar.build import model_maker
 from jaxpar.config import Config, LoraConfig, OptimizerConfig, ParallelConfig, PipelineConfig
 from jaxpar.errors import UserError
@@ -18,7 +19,7 @@ from jaxpar.hf import load_params
 from jaxpar.hf.convert import abstract_params
 from jaxpar.hf.peft import export_adapter, load_adapter, read_adapter_config
 from jaxpar.layout_check import put
-from jaxpar.lora import Tuning, make_adapter, make_tuning, merge, merged, merging, with_adapter
+from jaxpar.lora import TARGETS, Tuning, make_adapter, make_tuning, merge, merged, merging, with_adapter
 from jaxpar.models.sharder import UNSHARDED
 from jaxpar.precision import precision
 from jaxpar.tree import from_named, named_leaves
@@ -137,6 +138,10 @@ def first_losses(losses: list[float]) -> list[float]:
 def test_targets_that_match_nothing_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         make_adapter(jax.random.key(0), dataclasses.replace(LORA, **change), abstract_params(model_of(DATA / NAME)))
+
+
+def test_the_check_of_a_config_knows_all_targets():
+    assert validate.LORA_TARGETS == tuple(TARGETS)
 
 
 PIPELINES = [

@@ -47,6 +47,31 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         ["model.latent.rope_dim = 7", "use model.latent.rope_dim = 8"],
         {"model.latent.rope_dim": 8},
     ),
+    (
+        {"model.latent.kv_rank": 16, "model.num_kv_heads": 4},
+        ["model.num_kv_heads = 4 with model.latent.kv_rank", "use model.num_kv_heads = 8, or None"],
+        {"model.num_kv_heads": None},
+    ),
+    (
+        {"model.latent.kv_rank": 16, "model.qk_norm": "head"},
+        ["model.qk_norm = head with model.latent.kv_rank", 'use "none"'],
+        {"model.qk_norm": "none"},
+    ),
+    (
+        {**EXPERTS, "model.moe.first_dense": 4},
+        ["model.moe.first_dense = 4 = model.num_layers leaves no layer with experts", "at most 3"],
+        {"model.moe.first_dense": 3},
+    ),
+    (
+        {"lora.targets": ("q", "foo")},
+        ["lora.targets: 'foo' is no weight; choose from q, k, v, out, gate, up, down"],
+        {"lora.targets": ("q",)},
+    ),
+    (
+        {"data.source": "mixture", "data.sources": ({"name": "a", "source": "foo"},)},
+        ["data.sources: 'a' has the source 'foo'; want one of files, tokens"],
+        {"data.sources": ({"name": "a"},)},
+    ),
     ({"global_batch": 12}, ["global_batch = 12", "parallel.data = 8", "use 8 or 16"], {"global_batch": 8}),
     (
         {"global_batch": 20, "accumulation": 4},
@@ -286,6 +311,7 @@ def test_refused_with_a_fix_that_works(settings: dict[str, Any], parts: list[str
         {"model.positions": "learned", "model.max_position": 128},
         {"model.family": "gpt_neox", "model.head_dim": 8},
         {**EXPERTS, "parallel.expert": 4},
+        {"loss.chunk_tokens": 100_000},  # more than a row: no chunks
         {"parallel.data": 1, "parallel.replica": -1},
         {"parallel.data": 2, "parallel.tensor": 2, "parallel.context": 2},
     ],
