@@ -7,8 +7,9 @@ and the dry run call the same `check`, so they give the same verdict.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxpar.config import Config, ParallelConfig
@@ -362,8 +363,12 @@ def _value(config: Config, key: str) -> float | None:
     return found
 
 
-def _ranges(config: Config) -> Iterator[str]:
-    limits = [
+Limit = tuple[str, Callable[[float], bool], str]  # key, whether a value holds, what is wanted
+
+
+@functools.cache
+def _limits() -> tuple[Limit, ...]:
+    limits: list[Limit] = [
         (key, lambda value, low=low: value >= low, f"at least {low}")
         for low in AT_LEAST
         for key in AT_LEAST[low].split()
@@ -371,7 +376,18 @@ def _ranges(config: Config) -> Iterator[str]:
     limits += [(key, lambda value: value > 0, "more than 0") for key in MORE_THAN_ZERO.split()]
     limits += [(key, lambda value: value < 1, "less than 1") for key in LESS_THAN_ONE.split()]
     limits += [(key, lambda value: value <= 1, "at most 1") for key in AT_MOST_ONE.split()]
-    for key, holds, wanted in limits:
+    return tuple(limits)
+
+
+def wanted_range(key: str, value: float | None) -> str | None:
+    """What is wanted of the number at a dotted key, such as "at least 1", where `value` is none such; else None."""
+    if value is None:
+        return None
+    return next((wanted for name, holds, wanted in _limits() if name == key and not holds(value)), None)
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    for key, holds, wanted in _limits():
         value = _value(config, key)
         if value is not None and not holds(value):
             yield f"{key} = {value}: wanted {wanted}"
@@ -424,9 +440,8 @@ def _data(config: Config) -> Iterator[str]:
         return
     for source in data.sources:
         if source.source not in MIXTURE_KINDS:
-            yield (
-                f"data.sources: {source.name!r} has the source {source.source!r}; want one of {', '.join(MIXTURE_KINDS)}"
-            )
+            kinds = ", ".join(MIXTURE_KINDS)
+            yield f"data.sources: {source.name!r} has the source {source.source!r}; want one of {kinds}"
     weights = [source.weight for source in data.sources]
     if min(weights) < 0 or sum(weights) == 0:
         yield f"data.sources: weights {weights} must be at least 0 and not all 0"

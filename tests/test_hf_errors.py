@@ -84,6 +84,14 @@ def test_what_a_file_leaves_out_is_what_transformers_assumes(tmp_path):
         ({"quantization_config": {"bits": 4}}, r"quantization_config: .* is not supported"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config\(dequantize=True\).*import that folder"),
         ({"hidden_size": None}, r"hidden_size: missing; a model needs it"),
+        ({"hidden_size": -1}, r"config.json: hidden_size: got -1, wanted at least 1$"),
+        ({"hidden_size": "wide"}, r"config.json: hidden_size: got 'wide', wanted an int$"),
+        ({"rms_norm_eps": 0}, r"config.json: rms_norm_eps: got 0, wanted more than 0$"),
+        ({"rope_scaling": 5}, r"config.json: rope_scaling: got 5, wanted an object such as"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, r"rope_scaling: model.rope.factor: got -2, wanted"),
+        ({"rope_theta": "far"}, r"config.json: rope_theta = 'far': cannot be read .*; wanted values as transformers"),
+        ({"tie_word_embeddings": 7}, r"tie_word_embeddings: got 7, wanted true or false"),
+        ({"model_type": ["llama"]}, r"model_type: \['llama'\] is not supported"),
     ],
 )
 def test_what_changes_the_maths_is_refused_by_name(tmp_path, changes, message):

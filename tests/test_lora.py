@@ -141,7 +141,7 @@ def test_targets_that_match_nothing_are_refused(change, message):
 
 
 def test_the_check_of_a_config_knows_all_targets():
-    assert validate.LORA_TARGETS == tuple(TARGETS)
+    assert tuple(TARGETS) == validate.LORA_TARGETS
 
 
 PIPELINES = [

@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxpar import config_file
+from jaxpar import config_file, validate
 from jaxpar.config import ModelConfig
 from jaxpar.config_values import convert
 from jaxpar.errors import UserError, collect, raise_together
-from jaxpar.hf.fields import Entry, Raw, local_layers, repeated
+from jaxpar.hf.fields import Entry, Field, Raw, local_layers, repeated
 from jaxpar.hf.tensors import Tensor
 
 # model_type of a config.json -> module of jaxpar.hf.families
@@ -104,16 +104,22 @@ class Family:
         """The model of a config.json; raises one `UserError` for every key that is unknown or not supported."""
         problems = list(self._unaccounted(raw, frozenset(ignore)))
         values: dict[str, Any] = {}
+        unreadable: list[str] = []  # told where nothing else is wrong, which may be the reason
         for entry in self.entries:
             with collect(problems):
-                values |= entry.read(raw)
-        raise_together(problems)
-        kinds = config_file.known_keys()
+                try:
+                    values |= _settings(entry, raw)
+                except UserError:
+                    raise
+                except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+                    given = ", ".join(f"{name} = {raw[name]!r}" for name in entry.names if name in raw)
+                    unreadable.append(f"{given}: cannot be read ({error}); wanted values as transformers writes them")
+        raise_together(problems or unreadable)
         settings: dict[str, Any] = {"family": self.preset}
         for key, value in values.items():
             section, _, name = key.rpartition(".")
             inner = settings.setdefault(section, {}) if section else settings
-            inner[name] = convert(value, kinds[f"model.{key}"])
+            inner[name] = value
         return config_file.from_dict({"model": settings}).model
 
     def _unaccounted(self, raw: Raw, ignore: frozenset[str]) -> Iterable[str]:
@@ -152,10 +158,26 @@ class Family:
         return re.compile(self.ignored)
 
 
+def _settings(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """The settings of an entry, each of its type and within its range; raises `UserError` naming keys of the file."""
+    settings: dict[str, Any] = {}
+    place = ", ".join(name for name in entry.names if name in raw) or entry.names[0]
+    for key, value in entry.read(raw).items():
+        inner = "" if isinstance(entry, Field) else f"model.{key}: "
+        try:
+            settings[key] = convert(value, config_file.known_keys()[f"model.{key}"])
+        except UserError as error:
+            raise UserError(f"{place}: {inner}{error}") from None
+        wanted = validate.wanted_range(f"model.{key}", settings[key]) if isinstance(value, int | float) else None
+        if wanted is not None:
+            raise UserError(f"{place}: {inner}got {value!r}, wanted {wanted}")
+    return settings
+
+
 def family_of(raw: Raw) -> Family:
     """The family of a config.json."""
     model_type = raw.get("model_type")
-    if model_type not in MODULES:
+    if not isinstance(model_type, str) or model_type not in MODULES:
         hint = "; its text model alone is gemma3_text" if model_type == "gemma3" else ""
         raise UserError(f"model_type: {model_type!r} is not supported{hint}; jaxpar has {', '.join(MODULES)}")
     return _load(MODULES[model_type])

@@ -56,7 +56,7 @@ class Rope:
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """Settings of `model.rope`."""
-        given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.default or {}
+        given = _section(raw, "rope_scaling") or _section(raw, "rope_parameters") or self.default or {}
         return _prefixed(self._settings(given, raw, raw.get(self.base_name) or self.base))
 
     def _settings(self, given: Raw, raw: Raw, base: float) -> dict[str, Any]:
@@ -107,13 +107,13 @@ class TwoRopes(Rope):
 
     def read(self, raw: Raw) -> dict[str, Any]:
         """Settings of `model.rope`, `local_base` included."""
-        nested = raw.get("rope_parameters") or {}
+        nested = _section(raw, "rope_parameters")
         unknown = sorted(set(nested) - {"full_attention", "sliding_attention"})
         if unknown:
             raise UserError(f"rope_parameters: unknown layer type {', '.join(unknown)}")
-        whole = {**(nested.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
+        whole = {**_section(nested, "full_attention"), **_section(raw, "rope_scaling")}
         settings = self._settings(whole, raw, raw.get("rope_theta") or self.base)
-        local = nested.get("sliding_attention") or {}
+        local = _section(nested, "sliding_attention")
         if _kind(local, self.scalings) != "default":
             raise UserError(f"rope_parameters.sliding_attention: {local!r}; jaxpar scales full-attention layers alone")
         local_base = local.get("rope_theta") or raw.get("rope_local_base_freq") or self.local_base
@@ -128,6 +128,14 @@ class TwoRopes(Rope):
             local_base = model.rope.base
         local = {"rope_type": "default", "rope_theta": local_base}
         return {"rope_parameters": {"full_attention": self.parameters(model.rope), "sliding_attention": local}}
+
+
+def _section(raw: Raw, name: str) -> Raw:
+    """The object under a key; empty where there is none."""
+    value = raw.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise UserError(f'{name}: got {value!r}, wanted an object such as {{"rope_type": "linear", "factor": 2.0}}')
+    return value
 
 
 def _kind(given: Raw, known: tuple[str, ...]) -> str:
