@@ -26,6 +26,7 @@ from jaxpar.errors import UserError, collect, raise_together
 from jaxpar.models import families
 
 COMMAND_LINE = "--config."
+OVERRIDE_EXAMPLE = '"parallel.tensor=4", or a dict {"parallel.tensor": 4}'
 
 # Names that other systems use, so that the hint can be right where spelling does not help.
 OTHER_NAMES = {
@@ -265,10 +266,14 @@ def _flatten(
 
 def _override_settings(overrides: Iterable[str] | Mapping[str, Any], problems: list[str]) -> dict[str, _Setting]:
     settings: dict[str, _Setting] = {}
-    if isinstance(overrides, str):
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         overrides = (overrides,)
-    pairs = overrides.items() if isinstance(overrides, Mapping) else (item.partition("=")[::2] for item in overrides)
-    for key, value in pairs:
+    items = overrides.items() if isinstance(overrides, Mapping) else ((item, None) for item in overrides)
+    for item, mapped in items:
+        if not isinstance(item, str):
+            problems.append(f"overrides: got {item!r}, wanted text such as {OVERRIDE_EXAMPLE}")
+            continue
+        key, value = (item, mapped) if isinstance(overrides, Mapping) else item.partition("=")[::2]
         if key in known_keys():
             settings[key] = _Setting(value, COMMAND_LINE)
         elif key in _sections():

@@ -5,10 +5,10 @@ python scripts/dryrun.py --config=configs/llama3_8b.py --gpu=h100 --gpus=64
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from jaxpar import cli
+from jaxpar.errors import UserError
 
 if TYPE_CHECKING:
     import argparse
@@ -38,6 +38,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kwh-price", type=float, help="US dollars per kWh")
     parser.add_argument("--calibrate", metavar="FILE", help="fit the assumptions to measured runs (own page in docs)")
     args = parser.parse(argv)
+    if args.config_path is None and not any(argument.startswith(cli.OVERRIDE) for argument in argv):
+        raise UserError("--config=FILE is missing: the config of the run to be examined; --help lists all flags")
     return report(args)
 
 
@@ -105,6 +107,4 @@ def calibrate(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == []:
-        sys.argv.append("--help")
     cli.run_script(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -207,6 +208,12 @@ def test_all_mistakes_come_together(tmp_path: Path):
     assert len(caught.value.problems) == 5
     for part in (f"{path}: stpes", "optimizer.b1", "gemma9", "--config.seq_len", "--config.model: is a section"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("overrides", [[3], [("steps", 3)], {3: 4}, 3, None])
+def test_what_is_no_override_is_told_with_an_example(overrides: Any):
+    with pytest.raises(UserError, match=r'^overrides: got .*, wanted text such as "parallel.tensor=4"'):
+        config_file.load(None, overrides)
 
 
 def test_a_section_cannot_be_replaced_by_a_value():

@@ -134,6 +134,7 @@ def test_scripts_refuse(tmp_path):
     config = tmp_path / "small.json"
     config.write_text(json.dumps(SMALL))
     base = (f"--config={config}", "--no-compile")
+    fails(script("dryrun.py"), "dryrun.py: error: --config=FILE is missing")
     fails(script("dryrun.py", *base, "--gpu=h10"), "h10", "h100")
     fails(script("dryrun.py", *base, "--gpus=16", "--config.parallel.tensor=3"), "tensor")
     fails(script("dryrun.py", *base, "--gpus=0"), "--gpus=0")
