@@ -173,7 +173,7 @@ class NonFiniteError(RuntimeError):
 
 def _save(run: Run, step: int, history: list[dict[str, float]]) -> None:
     evaluated = next((row for row in reversed(history) if "eval_loss" in row and row["step"] == step), None)
-    extra: dict[str, Any] = {"data": run.loader.state()}
+    extra: dict[str, Any] = {"data": run.loader.state(), "precision": run.config.precision}
     if evaluated is not None:
         extra["metrics"] = {"eval_loss": evaluated["eval_loss"]}
     with run.watch.busy("save"), run.throughput.pause("save"):

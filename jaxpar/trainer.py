@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from jaxpar import config_file, validate
-from jaxpar.build import Built, build
-from jaxpar.checkpoint import Checkpoints, folders
+from jaxpar.build import FIRST_LOSS_SCALE, Built, build
+from jaxpar.checkpoint import Checkpoints, Restored, folders
 from jaxpar.config import Config
 from jaxpar.contract import check_step, class_bytes
 from jaxpar.data import Data, Loader, open_data, required_vocab
@@ -24,9 +25,10 @@ from jaxpar.mesh import simulate_devices
 from jaxpar.metrics import MetricsWriter, Progress, Throughput, peak_flops_per_s
 from jaxpar.models.count import flops_per_token
 from jaxpar.optim import decay_counts
+from jaxpar.precision import precision
 from jaxpar.report import size_text
 from jaxpar.runtime.watch import make_watch
-from jaxpar.state import TrainState
+from jaxpar.state import LossScale, TrainState
 
 if TYPE_CHECKING:
     from jaxpar.lora import Tuning
@@ -222,13 +224,23 @@ def _first_state(
     if restored is not None:
         finished = restored.step >= config.steps
         say(f"resuming after step {restored.step}" + (f": all {config.steps} steps are done" if finished else ""))
-        return restored.state, restored.extra
+        return _with_own_scale(restored, config), restored.extra
     if weights is not None:
         from jaxpar.weights import start_state
 
         say(f"starting from {weights.folder}" + ("" if weights.step is None else f", step {weights.step}"))
         return start_state(built, weights), None
     return built.init(jax.random.key(config.seed)), None
+
+
+def _with_own_scale(restored: Restored, config: Config) -> TrainState:
+    """The restored state; a loss scale that another precision left behind starts anew."""
+    before, now = (precision(name) for name in (restored.extra.get("precision", config.precision), config.precision))
+    if before.loss_scaling == now.loss_scaling:
+        return restored.state
+    scale = restored.state.loss_scale
+    fresh = LossScale(np.float32(FIRST_LOSS_SCALE if now.loss_scaling else 1.0), np.int32(0))
+    return restored.state._replace(loss_scale=jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), fresh, scale))
 
 
 def _writer(config: Config, workdir: Path, start: int, is_main: bool) -> MetricsWriter:

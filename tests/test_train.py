@@ -27,6 +27,10 @@ def get_config():
 """
 
 
+ONE_DEVICE = ("--devices=1", "--config.parallel.data=1", "--config.parallel.tensor=1", "--config.accumulation=1",
+              "--config.eval_interval=None", "--config.parallel.zero=0")  # fmt: skip
+
+
 @pytest.fixture
 def config(tmp_path):
     rows = [{"text": f"{word} " * (5 + 3 * i)} for i, word in enumerate(["one", "two", "three", "four"] * 40)]
@@ -154,6 +158,15 @@ def test_inspect_sharding_script(config, tmp_path):
     assert q["parameter_bytes"] == 2 * 32 * 4 * 8 * 4 // 4
     assert q["optimizer_bytes"] == 2 * q["parameter_bytes"]
     assert "hold the promised bytes" in done.stdout
+
+
+def test_a_loss_scale_belongs_to_the_precision_of_the_run(config, tmp_path):
+    scales = []
+    for steps, name in ((2, "float32"), (3, "fp16"), (4, "bf16")):
+        run = train(config, tmp_path / "run", f"--config.steps={steps}", f"--config.precision={name}", *ONE_DEVICE)
+        assert run.returncode == 0, run.stderr
+        scales.append(float(arrays_of(tmp_path / "run", steps)["loss_scale/scale"]))
+    assert scales == [1.0, 2.0**15, 1.0]
 
 
 def test_help_does_not_import_jax():
