@@ -113,6 +113,7 @@ class Transformer(nnx.Module):
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         if parts["positions"] is not None:
             x = x + parts["positions"][...].astype(self.precision.compute)[batch["positions"]]
+        x = sharder.activation(x, "batch", "seq", "embed")  # else XLA gathers the table to look up its own positions
         x = sharder.activation(x, "batch", "residual_seq", "embed")
         order = sharder.order(x.shape[1])
         return dropout(x, row_keys, self.config.dropout, self.config.num_layers, SITES["embed"], order=order)

@@ -86,8 +86,8 @@ class Machine:
         return _Carry(
             x_ring,
             ring([self.no_x], sizes["g"] + 1),
-            ring(pieces.saved_fb, sizes["fb"]),
-            ring(pieces.saved_fw, sizes["fw"]),
+            ring(pieces.saved_fb, sizes["fb"] + 1),
+            ring(pieces.saved_fw, sizes["fw"] + 1),
             ring(pieces.saved_bw, sizes["bw"]),
             grads,
             totals,
@@ -136,10 +136,16 @@ class Machine:
             dx, rest = pieces.backward(self._chunk(row["b_chunk"]), side, fb, fw, dy)
             if split:
                 return dx, _put(carry.bw, rest, row["bw_put"]), carry.grads.stages
-            return dx, carry.bw, self._accumulate(carry.grads.stages, row["b_chunk"], rest)
+            return dx, carry.bw, rest
 
-        idle = lambda carry: (self.no_x, carry.bw, carry.grads.stages)  # noqa: E731
-        dx, bw, stages = lax.cond(row["b_microbatch"] >= 0, act, idle, carry)
+        if split:
+            idle = lambda carry: (self.no_x, carry.bw, carry.grads.stages)  # noqa: E731
+            dx, bw, stages = lax.cond(row["b_microbatch"] >= 0, act, idle, carry)
+            return carry._replace(bw=bw, grads=carry.grads._replace(stages=stages)), dx
+        shapes = jax.eval_shape(act, carry)[2]
+        idle = lambda carry: (self.no_x, carry.bw, [jnp.zeros(a.shape, a.dtype) for a in shapes])  # noqa: E731
+        dx, bw, new = lax.cond(row["b_microbatch"] >= 0, act, idle, carry)
+        stages = self._accumulate(carry.grads.stages, row["b_chunk"], new)
         return carry._replace(bw=bw, grads=carry.grads._replace(stages=stages)), dx
 
     def _weight(self, carry: _Carry, row: Row) -> tuple[_Carry, Array]:
@@ -162,21 +168,28 @@ class Machine:
         """F: the chunk's output; its input is the embedding or what arrived from the stage before."""
 
         def act(carry: _Carry) -> tuple[Array, Ring, Ring, Array, Any]:
+            new_fb: Ring = []
+            new_fw: Ring = []
             arrived = _get(carry.x, jnp.maximum(row["x_get"], 0))[0]
             x = self.spec.constrain(jnp.where(row["x_get"] < 0, embedded, arrived))
             params, side = self._chunk(row["f_chunk"]), self._side(row["f_microbatch"], row["f_chunk"])
             if self.pieces is None:
-                out, fb, fw = self.spec.stage_fn(params, x, side), carry.fb, carry.fw
+                out = self.spec.stage_fn(params, x, side)
             else:
                 out, new_fb, new_fw = self.pieces.forward(params, x, side)
-                fb, fw = _put(carry.fb, new_fb, row["fb_put"]), _put(carry.fw, new_fw, row["fw_put"])
             stages = jax.tree.map(jnp.add, carry.totals.stages, out.totals)
-            return out.y, fb, fw, carry.totals.stage_loss + out.loss, stages
+            return out.y, new_fb, new_fw, carry.totals.stage_loss + out.loss, stages
 
         def idle(carry: _Carry) -> tuple[Array, Ring, Ring, Array, Any]:
-            return self.no_x, carry.fb, carry.fw, carry.totals.stage_loss, carry.totals.stages
+            empty = lambda ring: [jnp.zeros(a.shape[1:], a.dtype) for a in ring]  # noqa: E731
+            return self.no_x, empty(carry.fb), empty(carry.fw), carry.totals.stage_loss, carry.totals.stages
 
-        y, fb, fw, stage_loss, stages = lax.cond(row["f_microbatch"] >= 0, act, idle, carry)
+        works = row["f_microbatch"] >= 0
+        y, fb, fw, stage_loss, stages = lax.cond(works, act, idle, carry)
+        # Written outside of the conditional: inside, XLA copies whole rings in every tick.
+        if self.pieces is not None:
+            fb = _put(carry.fb, fb, jnp.where(works, row["fb_put"], self.program.sizes["fb"]))
+            fw = _put(carry.fw, fw, jnp.where(works, row["fw_put"], self.program.sizes["fw"]))
         totals = carry.totals._replace(stage_loss=stage_loss, stages=stages)
         return carry._replace(fb=fb, fw=fw, totals=totals), y
 

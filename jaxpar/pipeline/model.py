@@ -257,10 +257,11 @@ class _Parts:
 
         def slot(x: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, dict]:
             block, own, is_live = xs
-            block, own = jax.tree.map(lambda a: a[None], (block, own))
             y, aux = self.template.run_blocks(block, own, x, shared, sharder)
             return jnp.where(is_live, y, x), jax.tree.map(lambda a: jnp.where(is_live, a, jnp.zeros_like(a)), aux)
 
+        # Stacks of one layer made out here: made in the scan, the weights would be kept for every microbatch in flight.
+        blocks, traits = jax.tree.map(lambda a: a[:, None], (blocks, traits))
         if self.template.config.scan_layers:
             x, aux = jax.lax.scan(slot, x, (blocks, traits, live))
             return x, jax.tree.map(lambda a: a.sum(0), aux)
