@@ -14,6 +14,8 @@ from jaxpar.names import is_matrix
 from jaxpar.sharding import shard_bytes
 from jaxpar.tree import named_leaves
 
+UNLIMITED_COLUMNS = 100_000
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -82,6 +84,18 @@ def as_table(built: Built) -> Any:
     totals = (sum(getattr(row, f"{kind}_bytes") for row in listed) for kind in ("parameter", "gradient", "optimizer"))
     table.add_row("total", "", "", *(size_text(n) for n in totals))
     return table
+
+
+def print_table(table: Any) -> None:
+    """Print a rich table: as wide as the terminal, or as its content where the output goes elsewhere."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console()
+    if not console.is_terminal:
+        wide = console.options.update(max_width=UNLIMITED_COLUMNS)
+        console.width = max(console.width, Measurement.get(console, wide, table).maximum)
+    console.print(table)
 
 
 def size_text(count: int) -> str:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from jaxpar import cli
+from jaxpar.errors import UserError
 from jaxpar.mesh import AXES
 
 
@@ -23,22 +24,29 @@ def main(argv: list[str]) -> int:
 
     from jaxpar.build import build
     from jaxpar.contract import check_gradients, check_step
-    from jaxpar.report import as_json, as_table
+    from jaxpar.report import as_json, as_table, print_table
     from jaxpar.trainer import resolved
 
     built = build(resolved(args.config, len(jax.devices())))
     if args.json is not None:
         text = json.dumps(as_json(built), indent=2)
-        print(text) if str(args.json) == "-" else args.json.write_text(text + "\n")
+        print(text) if str(args.json) == "-" else _write(args.json, text + "\n")
     if str(args.json) != "-":
-        from rich.console import Console
-
-        Console().print(as_table(built))
+        print_table(as_table(built))
     if args.compile:
         check_step(built, built.step.lower(built.abstract_state, built.abstract_batch).compile())
         check_gradients(built)
         print("compiled: parameters, gradients and optimizer state hold the promised bytes on every device")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(
+            f"--json={path}: cannot be written ({error.strerror}); want a file in a folder that is there"
+        ) from error
 
 
 if __name__ == "__main__":

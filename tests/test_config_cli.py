@@ -131,3 +131,14 @@ def test_help_lists_every_setting_without_jax(tmp_path: Path):
         assert f"  {key} = " in shown.stdout, key
     assert "# rows per optimizer step" in shown.stdout
     assert elapsed_s < 5  # about 0.2 s; importing jax alone would take longer on a busy machine
+
+
+def test_a_table_that_goes_elsewhere_is_as_wide_as_its_content(capsys: pytest.CaptureFixture[str]):
+    from rich.table import Table
+
+    from jaxpar.report import print_table
+
+    table = Table("name")
+    table.add_row("n" * 300)
+    print_table(table)
+    assert "n" * 300 in capsys.readouterr().out
