@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,30 @@ def _config(args: argparse.Namespace, weights: Any) -> Any:
         run,
         data=data,
         seq_len=args.seq_len or run.seq_len,
-        global_batch=args.batch,
+        global_batch=_batch(args),
         accumulation=1,
         precision=args.precision,
         parallel=ParallelConfig(data=-1, tensor=args.tensor),
     )
+
+
+def _batch(args: argparse.Namespace) -> int:
+    """`--batch`, or the next number of rows that the devices can share; rows that are too many are padding."""
+    import jax
+
+    from jaxpar.config import ParallelConfig
+    from jaxpar.validate import resolved_degrees
+
+    if args.batch < 1:
+        raise UserError(f"--batch={args.batch}: want at least 1")
+    if args.tensor < 1:
+        raise UserError(f"--tensor={args.tensor}: want at least 1")
+    groups = resolved_degrees(ParallelConfig(data=-1, tensor=args.tensor), len(jax.devices()))["data"]
+    batch = -(-args.batch // groups) * groups
+    if batch != args.batch:
+        shared = f"no multiple of the {groups} parts that the devices split it into"
+        print(f"--batch={args.batch} is {shared}; taking {batch} rows at a time", file=sys.stderr)
+    return batch
 
 
 def _on_tasks(args: argparse.Namespace, config: Any, weights: Any, spec: str) -> dict[str, dict[str, Any]]:

@@ -124,10 +124,12 @@ def test_files_give_the_loss_of_the_logits(folder, tmp_path):
     (tmp_path / "text.txt").write_text(text)
     command = [sys.executable, "scripts/evaluate.py", f"--model={folder}", str(tmp_path / "text.txt"), "--json"]
     done = subprocess.run(
-        [*command, "--precision=float32", "--seq-len=16", "--batch=2", "--devices=4", "--tensor=2"],
+        [*command, "--precision=float32", "--seq-len=16", "--batch=1", "--devices=4", "--tensor=2"],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "--batch=1 is no multiple of the 2 parts" in done.stderr
+    assert "taking 2 rows at a time" in done.stderr
     values = json.loads(done.stdout)
     ids = [*load_tokenizer(str(folder)).encode_batch([text])[0].tolist(), 1]
     logprobs = model_of(folder).logprobs(ids)
