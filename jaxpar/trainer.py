@@ -238,9 +238,9 @@ def _with_own_scale(restored: Restored, config: Config) -> TrainState:
     before, now = (precision(name) for name in (restored.extra.get("precision", config.precision), config.precision))
     if before.loss_scaling == now.loss_scaling:
         return restored.state
-    scale = restored.state.loss_scale
-    fresh = LossScale(np.float32(FIRST_LOSS_SCALE if now.loss_scaling else 1.0), np.int32(0))
-    return restored.state._replace(loss_scale=jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), fresh, scale))
+    old = restored.state.loss_scale
+    scale = jax.device_put(np.float32(FIRST_LOSS_SCALE if now.loss_scaling else 1.0), old.scale.sharding)
+    return restored.state._replace(loss_scale=LossScale(scale, jax.device_put(np.int32(0), old.good.sharding)))
 
 
 def _writer(config: Config, workdir: Path, start: int, is_main: bool) -> MetricsWriter:

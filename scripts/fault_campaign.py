@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="start no round after this long (default 60)")
     parser.add_argument("--processes", type=int, default=2, help="size of the gang (default 2)")
     parser.add_argument("--devices", type=int, default=4, help="simulated devices in all (default 4)")
-    parser.add_argument("--steps", type=int, default=400, help="length of the run (default 400)")
+    parser.add_argument("--steps", type=int, default=1200, help="length of the run (default 1200)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder, removed at the end)")
     args = parser.parse_args(argv)

@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
                     dict(name="even", source="files", files=({even!r},), weight=0.7),
                     dict(name="odd", source="files", files=({odd!r},), weight=0.3),
                 ),
-                phases=((0, (0.7, 0.3)), ({steps} // 2, (0.3, 0.7))),
+                phases=((0, (0.7, 0.3)), ({steps} // 8, (0.3, 0.7))),
                 eval_fraction=0.0,
                 log_samples=True,
             ),
@@ -71,7 +71,7 @@ class Plan:
     folder: Path
     rounds: int = 50
     minutes: float = 60.0
-    steps: int = 400
+    steps: int = 1200  # so many that a busy campaign hurts the run before it ends
     processes: int = 2
     devices: int = 4  # in all
     seed: int = 0
@@ -230,7 +230,7 @@ class Broken:
 
     def start(self, gang: bool) -> Training:
         """Start, or resume; begins anew when the run is near its end."""
-        if self.newest() > self.plan.steps - min(200, self.plan.steps // 2):
+        if self.newest() > self.plan.steps // 4:
             self.start_over()
         return Training(self.plan, self.config, self.workdir, gang=gang)
 
