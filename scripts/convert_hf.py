@@ -43,13 +43,24 @@ def main(argv: list[str]) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # a conversion needs no accelerator, and leaves those there are alone
-    if args.action == "import":
-        from jaxpar.hf.convert import import_folder
+    try:
+        return _import(args) if args.action == "import" else _export(args)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or args.target}: {error.strerror or error}; want a folder to write"
+        ) from error
 
-        config = import_folder(args.source, args.target, ignore=args.ignore, vocab_multiple=args.vocab_multiple)
-        print(f"{args.target}: {config.model.family}, {config.model.num_layers} layers; train on with")
-        print(f"  --config={args.target / 'config.json'} --config.init_from={args.target}")
-        return 0
+
+def _import(args: argparse.Namespace) -> int:
+    from jaxpar.hf.convert import import_folder
+
+    config = import_folder(args.source, args.target, ignore=args.ignore, vocab_multiple=args.vocab_multiple)
+    print(f"{args.target}: {config.model.family}, {config.model.num_layers} layers; train on with")
+    print(f"  --config={args.target / 'config.json'} --config.init_from={args.target}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
     from jaxpar.hf.convert import export_adapter_folder, export_folder
 
     if args.adapter:
@@ -59,8 +70,10 @@ def main(argv: list[str]) -> int:
     if not 0 < args.max_file_gb < math.inf:
         raise UserError(f"--max-file-gb={args.max_file_gb:g}: want more than 0")
     size = int(args.max_file_gb * 1e9)
-    export_folder(args.source, args.target, step=args.step, dtype=args.dtype, like=args.like, max_file_bytes=size)
-    print(f"{args.target}: written")
+    missing = export_folder(
+        args.source, args.target, step=args.step, dtype=args.dtype, like=args.like, max_file_bytes=size
+    )
+    print(f"{args.target}: written" + (f"; no tokenizer was written ({missing})" if missing else ""))
     return 0
 
 

@@ -374,6 +374,37 @@ def test_import_then_export_keeps_every_bit_and_the_tokenizer(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("kind", ["file", "bytes", "gone"])
+def test_an_export_carries_the_tokenizer_file_of_a_run_or_says_why_not(tmp_path, kind):
+    from tokenizers import Tokenizer, models
+
+    run, file = tmp_path / "run", tmp_path / "words.json"
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(file))
+    import_folder(DATA / "llama", run)
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["tokenizer"] = "bytes" if kind == "bytes" else str(file)
+    (run / "config.json").write_text(json.dumps(config))
+    wanted = file.read_bytes()
+    if kind == "gone":
+        file.unlink()
+    shutil.rmtree(run / "hf")  # a run from scratch
+    missing = export_folder(run, tmp_path / "out")
+    if kind == "file":
+        assert missing is None
+        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == wanted
+    else:
+        assert ("is bytes" if kind == "bytes" else "words.json does not exist") in str(missing)
+        assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_target_below_a_file_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "scripts/convert_hf.py", "import", str(DATA / "llama"), str(tmp_path / "file" / "sub")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.fullmatch(r"convert_hf.py: error: .*file/sub.*: Not a directory; want a folder to write\n", done.stderr)
+
+
 def test_folders_that_are_no_weights_are_told(tmp_path):
     with pytest.raises(UserError, match=r"no such folder; give a Hugging Face checkpoint"):
         open_weights(tmp_path / "nothing")

@@ -13,6 +13,7 @@ from jaxpar import config_file
 from jaxpar.checkpoint import stream
 from jaxpar.checkpoint.plain import load_arrays
 from jaxpar.config import Config, DataConfig, ModelConfig
+from jaxpar.data.tokenizers import Tokenizer, load_tokenizer
 from jaxpar.errors import UserError
 from jaxpar.hf import files
 from jaxpar.hf.load import leaf_axes, open_leaves, read_model
@@ -77,10 +78,11 @@ def export_folder(
     dtype: str | None = None,
     like: Path | None = None,
     max_file_bytes: int = 5_000_000_000,
-) -> None:
+) -> str | None:
     """Write a Hugging Face folder from a checkpoint of a run (or from another Hugging Face folder).
 
-    `dtype` None: that of `like`, else float32. `like` None: where the run was imported from, if it was.
+    `dtype` None: that of `like`, else float32. `like` None: where the run was imported from, if it was. The tokenizer
+    is that of `like`, else the run's; returns why none was written, None where one was.
     """
     weights = open_weights(source, step)
     like = origin_of(weights) if like is None else like
@@ -98,6 +100,7 @@ def export_folder(
             return load_arrays(source_folder, weights.step, prefix=name)[1][""]
 
     source_folder = weights.folder / CHECKPOINTS
+    tokenizer, missing = _tokenizer(weights, like)
     length = weights.config.seq_len if weights.config is not None else None
     export(
         target,
@@ -108,7 +111,22 @@ def export_folder(
         max_file_bytes=max_file_bytes,
         like=like,
         max_position=length,
+        tokenizer=tokenizer,
     )
+    return missing
+
+
+def _tokenizer(weights: Weights, like: Path | None) -> tuple[Tokenizer | None, str | None]:
+    """The tokenizer to write besides what `like` has, and why there is none at all."""
+    if like is not None and files.has_tokenizer(like):
+        return None, None
+    spec = weights.tokenizer
+    if spec is None or spec == "bytes":
+        return None, "which one the run has is not known" if spec is None else "that of the run is bytes, without files"
+    try:
+        return load_tokenizer(spec), None
+    except UserError as error:
+        return None, str(error)
 
 
 def export_adapter_folder(source: Path, target: Path, *, step: int | None = None) -> None:

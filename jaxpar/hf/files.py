@@ -18,6 +18,7 @@ CARRIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "generation_config.json",
 )  # fmt: skip
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")  # each is one
 FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -103,6 +104,11 @@ def carry(source: Path, target: Path) -> list[str]:
     for name in found:
         (target / name).write_bytes((source / name).read_bytes())
     return found
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZERS)
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:

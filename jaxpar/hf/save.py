@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.config import ModelConfig
+from jaxpar.data.tokenizers import Tokenizer, copy_tokenizer
 from jaxpar.errors import UserError
 from jaxpar.hf import files
 from jaxpar.hf.family import Family, differences, family_for, family_of
@@ -36,11 +37,12 @@ def export(
     max_file_bytes: int = 5_000_000_000,
     like: str | Path | None = None,
     max_position: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write a model of parameters {name: (logical axes, array-like)} whose values `source` gives.
 
     `like`: a checkpoint folder whose tokenizer files and neutral config keys are kept. `max_position`: the context
-    length to state where `like` does not. Raises `UserError` when the folder exists, the family cannot express the
+    length to state where `like` does not. `tokenizer`: its files are written too. Raises `UserError` when the folder exists, the family cannot express the
     model, or a value overflows `dtype`.
     """
     folder = Path(folder)
@@ -57,6 +59,8 @@ def export(
         _write_tensors(partial, plan, source, dtype, max_file_bytes)
         if like is not None:
             files.carry(Path(like), partial)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, partial)
         (partial / files.CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         partial.rename(folder)
     except BaseException:
