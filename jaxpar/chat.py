@@ -49,7 +49,7 @@ class Template:
         """Text of a conversation; `ask` adds what comes before an answer."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=ask, **self._special)
-        except self._error as error:
+        except (self._error, TypeError) as error:  # TypeError: as from null + "text"
             raise UserError(f"{self.name}: {error}") from error
 
     def parts(self, messages: Sequence[Message], roles: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -172,10 +172,18 @@ def encode(
     template: Template, tokenizer: Tokenizer, messages: Sequence[Message], roles: Iterable[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids int32 and learned bool [N] of one conversation."""
+    _refuse_rendered_null(template, messages)
     parts = [(text, learned) for text, learned in template.parts(messages, tuple(roles)) if text]
     ids = tokenizer.encode_batch([text for text, _ in parts])
     learned = [np.full(len(part), flag) for part, (_, flag) in zip(ids, parts)]
     return np.concatenate(ids).astype(np.int32), np.concatenate(learned)
+
+
+def _refuse_rendered_null(template: Template, messages: Sequence[Message]) -> None:
+    """A message may have no content, as one that calls tools; a template that writes "None" there must not train."""
+    empty = [i for i, message in enumerate(messages, 1) if message["content"] is None]
+    if empty and template.render(messages) != template.render([{**m, "content": m["content"] or ""} for m in messages]):
+        raise UserError(f"message {empty[0]} has the content null, which {template.name} writes as text; want a text")
 
 
 def _conversations(

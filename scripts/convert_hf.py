@@ -46,9 +46,7 @@ def main(argv: list[str]) -> int:
     try:
         return _import(args) if args.action == "import" else _export(args)
     except OSError as error:
-        raise UserError(
-            f"{error.filename or args.target}: {error.strerror or error}; want a folder to write"
-        ) from error
+        raise UserError(f"{error.filename or args.target}: {error.strerror or error}") from error
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -141,6 +141,19 @@ def test_no_template_and_broken_lines_are_told(folder):
             open_chat(config_for(folder))
 
 
+def test_null_for_a_content_is_refused_where_the_template_writes_it(folder):
+    null = [ASKED[0], {"role": "assistant", "content": None, "tool_calls": []}]
+    (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in (ASKED, null)))
+    with pytest.raises(UserError, match=r"chat.jsonl, line 2: message 2 has the content null, which .*template.jinja"):
+        open_chat(config_for(folder))
+    (folder / "template.jinja").write_text(TEMPLATE.replace("{{ m.content }}", "{{ m.role + m.content }}"))
+    with pytest.raises(UserError, match=r"chat.jsonl, line 2: .*template.jinja: can only concatenate str"):
+        open_chat(config_for(folder))
+    (folder / "template.jinja").write_text(TEMPLATE.replace("{{ m.content }}", "{{ m.content or 'call' }}"))
+    texts = [learned_text(row) for row in map(open_chat(config_for(folder)).train.row, range(1))]
+    assert "call\n" in texts[0]
+
+
 def test_oddities_of_files_change_nothing(folder):
     """A byte-order mark, line ends and blank lines, compression."""
     text = (folder / "chat.jsonl").read_bytes()

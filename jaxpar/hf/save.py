@@ -42,8 +42,8 @@ def export(
     """Write a model of parameters {name: (logical axes, array-like)} whose values `source` gives.
 
     `like`: a checkpoint folder whose tokenizer files and neutral config keys are kept. `max_position`: the context
-    length to state where `like` does not. `tokenizer`: its files are written too. Raises `UserError` when the folder exists, the family cannot express the
-    model, or a value overflows `dtype`.
+    length to state where `like` does not. `tokenizer`: its files are written too. Raises `UserError` when the folder
+    exists, the family cannot express the model, or a value overflows `dtype`.
     """
     folder = Path(folder)
     if folder.exists():
