@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,26 @@ def test_mistakes_end_with_one_message(tmp_path):
         assert message in done.stderr
         assert "Traceback" not in done.stderr
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (BlockingIOError(11, "Resource temporarily unavailable"), "cannot start (Resource temporarily unavailable)"),
+        (RuntimeError("can't start new thread"), "cannot start (can't start new thread): use fewer --processes"),
+        (OSError("handle is closed"), "a.jsonl: a worker process was killed or could not start"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_told(tmp_path, monkeypatch, error, message):
+    def submit(*_):
+        raise error
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(UserError) as caught:
+        build_token_set(tmp_path / "set", Inputs((tmp_path / "a.jsonl",)), Recipe(), processes=2)
+    assert message in str(caught.value)
+    assert "start again to go on" in str(caught.value)
 
 
 def test_killed_script_leaves_no_worker_and_goes_on(tmp_path):

@@ -184,10 +184,13 @@ def test_no_row_is_an_error_that_says_why(tmp_path):
         rows_of(tmp_path, [5], eval_fraction=1.0)
 
 
-def test_nothing_held_out_is_said(tmp_path, caplog):
+def test_nothing_held_out_is_said_where_an_evaluation_is_asked_for(tmp_path, caplog):
     _, _, data = rows_of(tmp_path, [30], eval_fraction=1e-9)
     assert data.evaluation is None
-    assert "there is no evaluation" in caplog.text
+    assert "there is no evaluation" not in caplog.text
+    settings = DataConfig(source="files", files=(f"{tmp_path}/a.jsonl",), eval_fraction=1e-9)
+    open_data(Config(seq_len=SEQ, data=settings, eval_interval=5), tmp_path)
+    assert "there is no evaluation; raise data.eval_fraction" in caplog.text
 
 
 def test_ids_outside_the_model_vocabulary_are_refused(tmp_path):

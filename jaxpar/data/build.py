@@ -83,7 +83,7 @@ def build_token_set(
         writer.finish(_facts(recipe, encoder, counts))
     except OSError as error:
         where = error.filename or folder
-        raise UserError(f"{where}: {error.strerror}; what is on disk stays, start again to go on") from error
+        raise UserError(f"{where}: {error.strerror or error}; what is on disk stays, start again to go on") from error
     finally:
         writer.close()
     (folder / PROGRESS_FILE).unlink(missing_ok=True)

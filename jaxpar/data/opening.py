@@ -105,8 +105,10 @@ def _assemble(
             )
         rows = train[0].rows
     kept = [part for part in evaluation if part is not None]
-    if (settings.eval_files or settings.eval_fraction) and not kept:
-        log.warning("no document fell into the held-out part: there is no evaluation; raise data.eval_fraction")
+    if config.eval_interval is not None and evaluation and not kept:
+        held = "data.eval_files hold no row" if settings.eval_files else "no document fell into the held-out part"
+        hint = "" if settings.eval_files else "; raise data.eval_fraction"
+        log.warning("%s: there is no evaluation%s", held, hint)
     held = [part.rows for part in kept]
     joined = held[0] if len(held) == 1 else None
     if len(held) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -36,18 +37,48 @@ def encode_in_order(
     context = multiprocessing.get_context("fork" if forkable else "spawn")
     if forkable:
         _state["encoder"] = encoder
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (recipe, os.getpid()))
+    try:
+        pool = ProcessPoolExecutor(processes, context, _start_worker, (recipe, os.getpid()))
+    except OSError as error:
+        raise _no_start(error) from error
     waiting: collections.deque[tuple[int, Block, Future[Encoded]]] = collections.deque()
     try:
         for number, block in blocks:
-            waiting.append((number, block, pool.submit(_encode, block)))
+            waiting.append((number, block, _submit(pool, block)))
             if len(waiting) > processes + 1:
                 yield _take(waiting)
         while waiting:
             yield _take(waiting)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        with contextlib.suppress(OSError):  # of a broken pool: its pipe is closed, and nothing is left to end
+            pool.shutdown(wait=True, cancel_futures=True)
         _state.clear()
+
+
+def _submit(pool: ProcessPoolExecutor, block: Block) -> Future[Encoded]:
+    """Hand out a block, which starts a worker where one is wanting."""
+    try:
+        return pool.submit(_encode, block)
+    except BrokenProcessPool as error:
+        raise _killed(block) from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: of the thread that watches the workers
+        # Without a number it is the pipe of a pool that has just broken.
+        raise (_killed(block) if isinstance(error, OSError) and error.errno is None else _no_start(error)) from error
+
+
+def _killed(block: Block) -> UserError:
+    return UserError(
+        f"{block.path}: a worker process was killed or could not start (out of memory?); "
+        "what is on disk stays, start again to go on"
+    )
+
+
+def _no_start(error: Exception) -> UserError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    return UserError(
+        f"a worker process cannot start ({reason}): use fewer --processes, or raise the limit; "
+        "what is on disk stays, start again to go on"
+    )
 
 
 def _take(waiting: collections.deque[tuple[int, Block, Future[Encoded]]]) -> Result:
@@ -55,9 +86,7 @@ def _take(waiting: collections.deque[tuple[int, Block, Future[Encoded]]]) -> Res
     try:
         return number, block, future.result()
     except BrokenProcessPool as error:
-        raise UserError(
-            f"{block.path}: a worker process was killed (out of memory?); what is on disk stays, start again to go on"
-        ) from error
+        raise _killed(block) from error
 
 
 def _start_worker(recipe: Recipe, parent: int) -> None:
