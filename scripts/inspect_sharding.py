@@ -28,6 +28,10 @@ def main(argv: list[str]) -> int:
     from jaxpar.trainer import resolved
 
     built = build(resolved(args.config, len(jax.devices())))
+    if args.config.lora.rank:
+        from jaxpar.lora import check_targets
+
+        check_targets(args.config.lora, built.abstract_state.params)
     if args.json is not None:
         text = json.dumps(as_json(built), indent=2)
         print(text) if str(args.json) == "-" else _write(args.json, text + "\n")
