@@ -46,15 +46,15 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
         scale = scale / jnp.maximum(batch["weights"].sum(), 1.0)
     sums, grads = rules.grad_fn(state.params, batch, row_keys, scale)
     tokens = jnp.maximum(sums.tokens, 1.0)
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / (tokens * scale), grads)
-    loss, grad_norm = sums.loss / tokens, optax.tree.norm(grads)
+    factor = 1.0 / (tokens * scale)
+    loss, grad_norm = sums.loss / tokens, optax.tree.norm(_times(grads, factor))
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     applied = finite & (sums.tokens > 0)
 
     if (limit := rules.clip_norm) is not None:
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, limit / jnp.maximum(grad_norm, 1e-30)), grads)
+        factor = factor * jnp.minimum(1.0, limit / jnp.maximum(grad_norm, 1e-30))
     old: Any = state.params
-    updates, opt_state = rules.optimizer.update(grads, state.opt_state, old)
+    updates, opt_state = rules.optimizer.update(_times(grads, factor), state.opt_state, old)
     params = optax.apply_updates(old, updates)
 
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)  # noqa: E731
@@ -128,6 +128,10 @@ def row_keys_of(seed: int, step: jax.Array, rows: int) -> jax.Array:
     """One typed key per row of the global batch: a function of seed, step and row alone."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(lambda row: jax.random.fold_in(step_key, row))(jnp.arange(rows))
+
+
+def _times(grads: Any, factor: jax.Array) -> Any:
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
 
 
 def _auxiliary(aux: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
