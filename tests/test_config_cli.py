@@ -99,7 +99,7 @@ def test_a_wrong_value_does_not_hide_the_checks_of_other_sections():
     ]
     # The mesh was mistyped: what its default does not fit says nothing.
     with pytest.raises(UserError) as caught:
-        parse("--config.paralel.tensor=2", "--config.parallel.data=3", "--devices=8", "--config.model.head_dim=33")
+        parse("--config.parallels.tensor=2", "--config.parallel.data=3", "--devices=8", "--config.model.head_dim=33")
     assert len(caught.value.problems) == 2
     assert not any("devices" in problem for problem in caught.value.problems)
     with pytest.raises(UserError) as caught:
