@@ -131,6 +131,10 @@ def resolved(config: Config, num_devices: int) -> Config:
 def _check_workdir(workdir: Path) -> None:
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file; give a folder")
+    if (held := workdir / "checkpoints").exists() and not held.is_dir():
+        raise UserError(
+            f"{held} is a file where the folder of checkpoints belongs; move it, or choose another --workdir"
+        )
 
 
 def _use_compile_cache(config: Config, workdir: Path) -> None:

@@ -81,6 +81,7 @@ def _sharded(mesh: Any, specs: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], A
     import jax.numpy as jnp
 
     def local(*shards: Any) -> Any:
+        """Sums of all arrays from the shards of one device; of replicas only the first counts."""
         index = {axis: jax.lax.axis_index(axis).astype(jnp.uint32) for axis in mesh.axis_names}
         counts: dict[frozenset[str], Any] = {}  # 1 on the first of the replicas, 0 on the others
         sums = []

@@ -204,6 +204,7 @@ class _Blocks(NamedTuple):
         return Place(piece * length + jnp.arange(length), None if segments is None else half.of(segments))
 
     def forward(self, mine: _Half, theirs: _Half, keys: _Keys, source: jax.Array) -> Partial:
+        """Attention of my half's queries over a half of the keys that place `source` sent."""
         at_q, at_k = self._places(mine, theirs, keys, source)
         return tiles.forward(
             mine.of(self.q), theirs.of(keys.k), theirs.of(keys.v), at_q, at_k, self.window, self.scores
@@ -212,6 +213,7 @@ class _Blocks(NamedTuple):
     def backward(
         self, mine: _Half, theirs: _Half, keys: _Keys, source: jax.Array, result: Partial, cotangent: jax.Array
     ) -> Grads:
+        """Its gradients, given the result over all keys and the cotangent of that."""
         at_q, at_k = self._places(mine, theirs, keys, source)
         known = Partial(mine.of(result.out).astype(jnp.float32), mine.of(result.log_sum))
         return tiles.backward(

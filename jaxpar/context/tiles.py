@@ -83,6 +83,7 @@ def forward(
     keys = _tiles(k_tiles, k, v, at_k)
 
     def row(_: None, own: tuple[jax.Array, Place]) -> tuple[None, Partial]:
+        """One tile of queries over all tiles of keys."""
         q, at_q = own
 
         def absorb(total: Partial, other: tuple[jax.Array, jax.Array, Place]) -> tuple[Partial, None]:
@@ -109,6 +110,7 @@ def backward(
     queries = _tiles(q_tiles, q, cotangent, result.log_sum, delta, at_q)
 
     def column(total_dq: jax.Array, own: tuple[jax.Array, jax.Array, Place]) -> tuple[jax.Array, tuple]:
+        """One tile of keys under all tiles of queries."""
         k, v, at_k = own
         zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
 

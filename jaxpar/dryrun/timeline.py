@@ -19,6 +19,7 @@ from jaxpar.dryrun.links import collective_time_s, matmul_time_s
 from jaxpar.dryrun.ops import (
     FREE,
     Communication,
+    HostCopy,
     collective_kind,
     communication_of,
     host_copy_of,
@@ -303,10 +304,7 @@ class _Walk:
                 continue
             copy = host_copy_of(self.module, computation, instruction)
             if copy is not None:
-                self.host["to_host" if copy.to_host else "to_device"] += copy.size_bytes * times
-                seconds = copy.size_bytes / (self.gpu.pcie_bytes_per_s * self.assumed.pcie_efficiency)
-                begin = max(now, host_free)
-                host_free = begin + seconds
+                host_free = max(now, host_free) + self._host_copy(copy, times)
                 if opcode == "copy-start":
                     pending[instruction.id] = _Pending(host_free)
                 else:
@@ -315,6 +313,11 @@ class _Walk:
             now += self._kernel(computation, instruction, times)
             self._span(top, "compute", start, now, _label(instruction))
         return now
+
+    def _host_copy(self, copy: HostCopy, times: float) -> float:
+        """Seconds of a copy between a GPU and its host, which is counted."""
+        self.host["to_host" if copy.to_host else "to_device"] += copy.size_bytes * times
+        return copy.size_bytes / (self.gpu.pcie_bytes_per_s * self.assumed.pcie_efficiency)
 
     def _copies_to_host(self, computation: Computation) -> bool:
         return any(host_copy_of(self.module, computation, one) is not None for one in computation.instructions)
