@@ -24,7 +24,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.models.transformer import Transformer
 from jaxpar.optim import make_optimizer, make_schedule
 from jaxpar.precision import Precision, precision
-from jaxpar.sharding import Layout, Placement, make_layout
+from jaxpar.sharding import Layout, make_layout
 from jaxpar.state import TrainState, abstract_with_shardings, init_state, state_shardings
 from jaxpar.step import GradFn, StepRules, accumulated, eval_step, train_step, value_and_grad
 
@@ -99,6 +99,7 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Built:
     grad_fn = pipeline.grads if pipeline else make_grad_fn(config, layout, placements)
     rules = StepRules(
         grad_fn=grad_fn,
+        place=lambda grads: layout.place(grads, placements, lambda placed: placed.optimizer),
         optimizer=optimizer,
         schedule=schedule,
         clip_norm=config.optimizer.clip_norm,
@@ -166,12 +167,7 @@ def make_grad_fn(config: Config, layout: Layout, placements: Any) -> GradFn:
     """The gradient function of the config: one pass or accumulation; its gradients lie where ZeRO wants them."""
 
     def place(grads: Any) -> Any:
-        return jax.tree.map(
-            lambda g, p: jax.lax.with_sharding_constraint(g, layout.sharding(p.gradient)),
-            grads,
-            placements,
-            is_leaf=lambda node: isinstance(node, Placement),
-        )
+        return layout.place(grads, placements, lambda placed: placed.gradient)
 
     one_pass = functools.partial(value_and_grad, sharder=layout)
     if config.accumulation > 1:

@@ -219,6 +219,7 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
     def step(state: Any, batch: Any, base: Transformer) -> Any:
         rules = StepRules(
             grad_fn=_grad_fn(config, base, frozen, placements),
+            place=lambda grads: layout.place(grads, placements, lambda placed: placed.optimizer),
             optimizer=frozen.optimizer,
             schedule=frozen.schedule,
             clip_norm=config.optimizer.clip_norm,
@@ -288,12 +289,7 @@ def _grad_fn(config: Config, base: Transformer, frozen: Built, placements: Any) 
         return frozen.pipeline.on(_frozen(base))[0]
 
     def place(grads: Any) -> Any:
-        return jax.tree.map(
-            lambda g, p: jax.lax.with_sharding_constraint(g, layout.sharding(p.gradient)),
-            grads,
-            placements,
-            is_leaf=lambda node: isinstance(node, Placement),
-        )
+        return layout.place(grads, placements, lambda placed: placed.gradient)
 
     def one_pass(params: Any, batch: Any, row_keys: jax.Array | None, scale: jax.Array) -> tuple[Sums, Any]:
         def objective(adapter: Adapter) -> tuple[jax.Array, Sums]:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -168,11 +169,10 @@ class Layout:
         def place(variable: nnx.Variable) -> nnx.Variable:
             value = variable.get_value()
             axes = variable.axes[len(variable.axes) - value.ndim :]  # a scan has taken the leading stacked dims
-            if is_matrix(axes):
-                value = value.astype(self.compute_dtype)
+            dtype = self.compute_dtype if is_matrix(axes) else value.dtype
             placed = self.placement(axes, value.shape, "weight")
             looked_up = axes[0] in ("vocab", "position")
-            return variable.replace(_gather(value, placed, self.mesh, reduce_first=looked_up))
+            return variable.replace(_gather(value, dtype, placed, self.mesh, reduce_first=looked_up))
 
         return map_parameters(place, module)
 
@@ -263,6 +263,15 @@ class Layout:
             is_leaf=_is_parameter,
         )
 
+    def place(self, tree: Tree, placements: Any, spec: Callable[[Placement], P]) -> Tree:
+        """`tree` (gradients, say) with every leaf constrained to the `spec` of its `Placement`; inside jit."""
+        return jax.tree.map(
+            lambda leaf, placed: jax.lax.with_sharding_constraint(leaf, self.sharding(spec(placed))),
+            tree,
+            placements,
+            is_leaf=lambda node: isinstance(node, Placement),
+        )
+
     def sharding(self, spec: P) -> NamedSharding:
         """A `NamedSharding` on this mesh."""
         return NamedSharding(self.mesh, spec)
@@ -349,24 +358,22 @@ def _constrain(x: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh if context.empty else context, spec))
 
 
-def _gather(x: jax.Array, placed: Placement, mesh: Mesh, *, reduce_first: bool) -> jax.Array:
+def _gather(x: jax.Array, dtype: DTypeLike, placed: Placement, mesh: Mesh, *, reduce_first: bool) -> jax.Array:
     """`x` in the compute mapping, its gradient in the gradient mapping: ZeRO-2 and 3 reduce inside the layer.
+
+    One primitive, so that a checkpoint policy can tell the result from activations and not keep it.
 
     `reduce_first`: the gradient comes from a scatter of rows, which the partitioner can only split along the
     embedding by replicating the batch; so it is summed in the compute mapping first and then sliced.
     """
     forward, backward = placed.compute, placed.gradient
-    if forward == backward:
-        return _constrain(x, forward, mesh)
 
-    @jax.custom_vjp
-    def place(x: jax.Array) -> jax.Array:
-        return _constrain(x, forward, mesh)
+    def place(_: tuple[()], x: jax.Array) -> jax.Array:
+        return _constrain(x.astype(dtype), forward, mesh)
 
-    def back(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    def back(_: tuple[()], cotangent: jax.Array) -> jax.Array:
         if reduce_first:
             cotangent = _constrain(cotangent, forward, mesh)
-        return (_constrain(cotangent, backward, mesh),)
+        return _constrain(cotangent, backward, mesh).astype(x.dtype)
 
-    place.defvjp(lambda x: (_constrain(x, forward, mesh), None), back)
-    return place(x)
+    return linear_call(place, back, (), x)

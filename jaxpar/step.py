@@ -27,6 +27,7 @@ class StepRules(NamedTuple):
     """What stays the same over a run."""
 
     grad_fn: GradFn
+    place: Callable[[Any], Any]  # gradients to where the optimizer's state lies
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     clip_norm: float | None
@@ -45,18 +46,22 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
     if rules.loss_scaling:  # float16 cannot hold a gradient summed over tokens: scale that of the mean
         scale = scale / jnp.maximum(batch["weights"].sum(), 1.0)
     sums, grads = rules.grad_fn(state.params, batch, row_keys, scale)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), rules.place(grads))
     tokens = jnp.maximum(sums.tokens, 1.0)
     factor = 1.0 / (tokens * scale)
-    loss, grad_norm = sums.loss / tokens, optax.tree.norm(_times(grads, factor))
+    loss, grad_norm = sums.loss / tokens, factor * optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     applied = finite & (sums.tokens > 0)
 
     if (limit := rules.clip_norm) is not None:
         factor = factor * jnp.minimum(1.0, limit / jnp.maximum(grad_norm, 1e-30))
+
     old: Any = state.params
-    updates, opt_state = rules.optimizer.update(_times(grads, factor), state.opt_state, old)
+    mean = jax.tree.map(lambda g: g * factor, grads)
+    updates, opt_state = rules.optimizer.update(mean, state.opt_state, old)
     params = optax.apply_updates(old, updates)
 
+    # Selects, not a conditional: XLA:GPU would copy the whole state around it.
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)  # noqa: E731
     new_state = TrainState(
         step=state.step + 1,
@@ -128,10 +133,6 @@ def row_keys_of(seed: int, step: jax.Array, rows: int) -> jax.Array:
     """One typed key per row of the global batch: a function of seed, step and row alone."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(lambda row: jax.random.fold_in(step_key, row))(jnp.arange(rows))
-
-
-def _times(grads: Any, factor: jax.Array) -> Any:
-    return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
 
 
 def _auxiliary(aux: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:

@@ -77,7 +77,7 @@ def test_step_that_is_not_finite_is_skipped_everywhere_and_counted(bad):
 
     from jaxpar.step import StepRules
 
-    rules = StepRules(poisoned, built.optimizer, built.schedule, 1.0, False, False, 0)
+    rules = StepRules(poisoned, lambda grads: grads, built.optimizer, built.schedule, 1.0, False, False, 0)
     step = jax.jit(lambda state, batch: train_step(state, batch, rules), out_shardings=(built.shardings, None))
     good, poison = random_batch(config), random_batch(config)
     good["tokens"][0, 0], poison["tokens"][0, 0] = 2, 1
@@ -227,3 +227,19 @@ def test_counting_sequence_is_learned_without_an_offset():
         logits = np.asarray(state.params.logits(prompt))
         assert logits[0, position].argmax() == wanted
         prompt["tokens"][0, position + 1] = wanted
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("remat", ["none", "attention", "dots", "full"])
+def test_no_second_copy_of_the_weights_waits_for_the_backward_pass(remat, precision, zero):
+    built = build(tiny(parallel={"data": 2, "zero": zero}, remat=remat, precision=precision), jax.devices()[:2])
+
+    def kept(params, batch):
+        return jax.tree.leaves(jax.vjp(lambda p: p(batch, built.layout).loss, params)[1])
+
+    params = built.abstract_state.params
+    jaxpr = jax.make_jaxpr(kept)(params, built.abstract_batch).jaxpr
+    stacked = {leaf.shape for name, leaf in named_leaves(params).items() if name.startswith("blocks/") and leaf.ndim > 2}
+    assert any(v.aval.shape in stacked for v in jaxpr.outvars)
+    assert not [v.aval for v in jaxpr.outvars if v.aval.shape in stacked and v not in jaxpr.invars]

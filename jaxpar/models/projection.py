@@ -33,11 +33,12 @@ def _forward(x: jax.Array, weight: jax.Array, dims: int) -> tuple[jax.Array, tup
     x8, w8 = _rounded(x, FORWARD), _rounded(weight, FORWARD)
     lead = x.ndim - dims
     y = _product(x8, w8, range(lead, x.ndim), range(dims), x.dtype)
-    return y, (x8, w8)
+    # As bytes: jax.checkpoint rounds the floats that it stores, and would take e4m3fn for a type with infinities.
+    return y, tuple((jax.lax.bitcast_convert_type(values, jnp.uint8), scale) for values, scale in (x8, w8))
 
 
 def _backward(dims: int, kept: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x8, w8 = kept
+    x8, w8 = ((jax.lax.bitcast_convert_type(values, FORWARD), scale) for values, scale in kept)
     dy8 = _rounded(dy, BACKWARD)
     lead = x8[0].ndim - dims
     dx = _product(dy8, w8, range(lead, dy.ndim), range(dims, w8[0].ndim), dy.dtype)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import Primitive
 
 from jaxpar.config import LossConfig, ModelConfig, MoeConfig
 from jaxpar.models import rope
@@ -205,6 +207,10 @@ class Transformer(nnx.Module):
         return sums.with_aux(aux)
 
 
+def _keep_all_but_weights(primitive: Primitive, *_: Any, **__: Any) -> bool:
+    return primitive.name != "linear_call"  # that of `Sharder.weights`
+
+
 def num_leading(config: ModelConfig) -> int:
     """Layers before the first one with experts, in a model that has any."""
     return config.moe.first_dense if config.moe.num_experts else 0
@@ -222,11 +228,12 @@ def _stack(config: ModelConfig, layers: int, precision: Precision, rngs: nnx.Rng
 def checkpointed(layer: Callable, policy: str) -> Callable:
     """`layer` with recomputation in the backward pass by a named policy.
 
-    none: store everything. dots: store the outputs of matmuls with weights. attention: as none, but `Attention`
-    recomputes its scores. full: store only the layer's input.
+    none: store everything but the placed weights, of which a scan would stack a second copy (under ZeRO-3 a gathered
+    one). dots: store the outputs of matmuls with weights. attention: as none, but `Attention` recomputes its scores.
+    full: store only the layer's input.
     """
     if policy in ("none", "attention"):
-        return layer
+        return jax.checkpoint(layer, prevent_cse=False, policy=_keep_all_but_weights)
     if policy == "full":
         return jax.checkpoint(layer, prevent_cse=False)
     assert policy == "dots", policy

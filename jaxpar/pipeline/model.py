@@ -32,7 +32,7 @@ from jaxpar.pipeline.interface import STAGE, Params, Side, Totals
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.pipeline.simulate import Costs, choose
 from jaxpar.pipeline.split import StageOut
-from jaxpar.sharding import Layout, Placement, Rules, map_parameters
+from jaxpar.sharding import Layout, Rules, map_parameters
 from jaxpar.tree import from_named, named_leaves
 
 Batch = Mapping[str, jax.Array]
@@ -192,13 +192,8 @@ class _Parts:
                 leaves = named_leaves(grads.ends) | {f"blocks/{k}": v for k, v in named_leaves(grads.stages).items()}
             else:
                 leaves = named_leaves(grads.stages)
-            placed = jax.tree.map(
-                lambda g, p: jax.lax.with_sharding_constraint(g, self.stored.sharding(p.gradient)),
-                from_named(params, leaves),
-                self.stored.placements(params),
-                is_leaf=lambda node: isinstance(node, Placement),
-            )
-            return _sums(totals), placed
+            grads = from_named(params, leaves)
+            return _sums(totals), self.stored.place(grads, self.stored.placements(params), lambda p: p.gradient)
 
         return run
 
