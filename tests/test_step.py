@@ -240,6 +240,7 @@ def test_no_second_copy_of_the_weights_waits_for_the_backward_pass(remat, precis
 
     params = built.abstract_state.params
     jaxpr = jax.make_jaxpr(kept)(params, built.abstract_batch).jaxpr
-    stacked = {leaf.shape for name, leaf in named_leaves(params).items() if name.startswith("blocks/") and leaf.ndim > 2}
+    leaves = named_leaves(params).items()
+    stacked = {leaf.shape for name, leaf in leaves if name.startswith("blocks/") and leaf.ndim > 2}
     assert any(v.aval.shape in stacked for v in jaxpr.outvars)
     assert not [v.aval for v in jaxpr.outvars if v.aval.shape in stacked and v not in jaxpr.invars]
