@@ -27,6 +27,7 @@ from jaxpar.models.count import flops_per_token
 from jaxpar.optim import decay_counts
 from jaxpar.precision import precision
 from jaxpar.report import size_text
+from jaxpar.runtime import lock
 from jaxpar.runtime.watch import make_watch
 from jaxpar.state import LossScale, TrainState
 
@@ -71,6 +72,8 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             data = _open(config, workdir)
         progress = stack.enter_context(_progress(config, is_main))
         _describe(config, built, data, progress.message)
+        if is_main:
+            stack.enter_context(lock.held(workdir, progress.message))
         _tell_changes(config, workdir, progress.message)
         with watch.busy("compile"):
             _use_compile_cache(config, workdir)

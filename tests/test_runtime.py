@@ -14,7 +14,7 @@ import pytest
 
 from jaxpar.checkpoint import CheckpointError
 from jaxpar.errors import UserError
-from jaxpar.runtime import exits, goodput, watchdog
+from jaxpar.runtime import exits, goodput, lock, watchdog
 from jaxpar.runtime.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[1]
@@ -302,3 +302,18 @@ def test_the_slowest_process_is_the_one_that_others_wait_for():
 def test_no_module_of_the_launcher_imports_jax():
     code = "import sys, jaxpar.runtime.supervisor; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ}).returncode == 0
+
+
+def test_a_directory_is_held_by_one_process_and_freed_by_its_death(tmp_path):
+    hold = (
+        "import pathlib, sys, time; from jaxpar.runtime import lock\n"
+        f"with lock.held(pathlib.Path({str(tmp_path)!r}), print): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"--workdir=.* process {child.pid} on .*another --workdir"):
+            lock.held(tmp_path, print).__enter__()
+        child.kill()
+    with lock.held(tmp_path, print):
+        assert (tmp_path / lock.NAME).read_text().startswith(f"process {os.getpid()} on ")
