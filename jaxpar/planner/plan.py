@@ -150,6 +150,8 @@ def plan(
     compiling = search_options.compile and missing is None
     count = search_options.max_compiles if compiling else search_options.shown
     chosen = ShortList(found.fitting, count, assumed.usable_bytes(target.memory_bytes), works)
+    if compiling:
+        progress(f"compiling at most {count} of them; each takes seconds for a small model, a minute for a large one")
     making = _Making(config, shape, target, assumed, per_node, search_options, progress)
     reports = making.compile(chosen) if compiling else making.closed_form(chosen)
     if not reports:
