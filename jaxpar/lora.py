@@ -94,11 +94,11 @@ class _MergingSharder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def weights(self, module: Any) -> Any:
+    def weights(self, module: Any, *, lookup: bool = False) -> Any:
         """The weights that the layer uses."""
         if isinstance(module, Adapted):
             return self.inner.weights(merged(restored(module.block), module.adapter))
-        return self.inner.weights(restored(module))
+        return self.inner.weights(restored(module), lookup=lookup)
 
 
 def check_targets(config: LoraConfig, model: Transformer) -> None:

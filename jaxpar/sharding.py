@@ -160,7 +160,7 @@ class Layout:
         """`x` constrained to the rules; one logical name per dim."""
         return _constrain(x, resolve(axes, x.shape, self.rules, self.mesh, "activation"), self.mesh)
 
-    def weights(self, module: Tree) -> Tree:
+    def weights(self, module: Tree, *, lookup: bool = False) -> Tree:
         """The module's parameters in the compute mapping, their gradients in the gradient mapping.
 
         Matrices are cast to the compute dtype first, so that gathering a split weight moves the smaller bytes.
@@ -171,8 +171,7 @@ class Layout:
             axes = variable.axes[len(variable.axes) - value.ndim :]  # a scan has taken the leading stacked dims
             dtype = self.compute_dtype if is_matrix(axes) else value.dtype
             placed = self.placement(axes, value.shape, "weight")
-            looked_up = axes[0] in ("vocab", "position")
-            return variable.replace(_gather(value, dtype, placed, self.mesh, reduce_first=looked_up))
+            return variable.replace(_gather(value, dtype, placed, self.mesh, reduce_first=lookup))
 
         return map_parameters(place, module)
 

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero1": ("parallel.zero=1", "remat=dots"),
     "zero2": ("parallel.zero=2", "accumulation=2"),
     "zero3": ("parallel.zero=3",),
+    "tied": ("parallel.zero=3", "model.tied=True"),
     "tensor": ("parallel.zero=0", "parallel.tensor=4"),
     "pipeline": (
         "parallel.stage=2",

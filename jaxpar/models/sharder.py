@@ -34,8 +34,11 @@ class Sharder(Protocol):
         """`x` placed by the rules; one logical name per dim."""
         ...
 
-    def weights(self, module: Tree) -> Tree:
-        """The module with its parameters as the computation needs them (gathered when storage is split further)."""
+    def weights(self, module: Tree, *, lookup: bool = False) -> Tree:
+        """The module with its parameters as the computation needs them (gathered when storage is split further).
+
+        `lookup`: rows are picked by index, not multiplied, so the gradient is a scatter.
+        """
         ...
 
     def attend(
@@ -72,7 +75,7 @@ class Unsharded:
         assert len(axes) == x.ndim, (axes, x.shape)
         return x
 
-    def weights(self, module: Tree) -> Tree:
+    def weights(self, module: Tree, *, lookup: bool = False) -> Tree:
         """The module itself."""
         return module
 

@@ -109,7 +109,7 @@ class Transformer(nnx.Module):
     def embed(self, batch: Batch, sharder: Sharder = UNSHARDED, row_keys: jax.Array | None = None) -> jax.Array:
         """Tokens int32 [B, T] -> residual stream [B, T, D] in the compute dtype."""
         tokens = sharder.activation(batch["tokens"], "batch", "seq")
-        parts = sharder.weights({"table": self.embedding, "positions": self.positions})
+        parts = sharder.weights({"table": self.embedding, "positions": self.positions}, lookup=True)
         x = parts["table"][...].astype(self.precision.compute)[tokens]
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)

@@ -28,7 +28,7 @@ HIDDEN = -1e30  # logit of a padded vocabulary row; finite, because inf - inf is
 def embed(ends: Any, batch: Any, layout: InsideLayout, row_keys: jax.Array | None) -> jax.Array:
     """`Transformer.embed` for a split table: tokens int32 [B, T] -> residual stream [B, T, D], on all stages."""
     config, dtype = ends.config, ends.precision.compute
-    parts = layout.weights({"table": ends.embedding, "positions": ends.positions})
+    parts = layout.weights({"table": ends.embedding, "positions": ends.positions}, lookup=True)
     table_VD = parts["table"][...].astype(dtype)
     tokens = layout.activation(batch["tokens"], "batch", "seq")
     x = sum_over(layout.lookup(table_VD, tokens - _first_row(table_VD.shape[0])), STAGE)  # exact, as one stage has it
