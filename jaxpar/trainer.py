@@ -72,8 +72,7 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             data = _open(config, workdir)
         progress = stack.enter_context(_progress(config, is_main))
         _describe(config, built, data, progress.message)
-        if is_main:
-            stack.enter_context(lock.held(workdir, progress.message))
+        stack.enter_context(lock.held(workdir, progress.message) if is_main else contextlib.nullcontext())
         _tell_changes(config, workdir, progress.message)
         with watch.busy("compile"):
             _use_compile_cache(config, workdir)
@@ -91,8 +90,7 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             )
         )
         with watch.busy("restore"):
-            start_from = None if tuning else weights
-            state, extra = _first_state(config, built, checkpoints, start_from, progress.message)
+            state, extra = _first_state(config, built, checkpoints, None if tuning else weights, progress.message)
             if tuning is not None and weights is not None:
                 step, built = tuning.bind(tuning.load(weights), step)
         start = int(state.step)
