@@ -30,6 +30,7 @@ from jaxpar.report import size_text
 from jaxpar.runtime import lock
 from jaxpar.runtime.watch import make_watch
 from jaxpar.state import LossScale, TrainState
+from jaxpar.unused import unused_settings
 
 if TYPE_CHECKING:
     from jaxpar.lora import Tuning
@@ -162,6 +163,8 @@ def _describe(config: Config, built: Built, data: Data, say: Any) -> None:
         f"mesh: {mesh}, ZeRO-{config.parallel.zero}; per device {size_text(held['parameters'])} of parameters, "
         f"{size_text(held['optimizer'])} of optimizer state"
     )
+    for line in unused_settings(config):
+        say(f"note: {line}")
 
 
 def _initial_weights(config: Config, workdir: Path) -> Weights | None:

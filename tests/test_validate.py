@@ -12,6 +12,7 @@ import pytest
 from jaxpar import config_file, validate
 from jaxpar.config import ParallelConfig
 from jaxpar.errors import UserError
+from jaxpar.unused import unused_settings
 
 # A small model that fits 8 devices in many ways; a case changes some keys of it.
 BASE: dict[str, Any] = {
@@ -377,3 +378,24 @@ def test_the_suggested_mesh_fits():
 def test_no_jax_is_imported():
     code = "import sys; from jaxpar import cli, config_file, validate; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"parallel": {"stage": 1}, "pipeline": {"chunks": 2, "schedule": "fused"}},
+         "pipeline.schedule, pipeline.chunks have no effect: parallel.stage = 1"),
+        ({"model": {"moe": {"num_shared": 1}}}, "model.moe.num_shared has no effect: model.moe.num_experts = 0"),
+        ({"lora": {"alpha": 8.0}}, "lora.alpha has no effect: lora.rank = 0"),
+        ({"optimizer": {"decay_steps": 5}}, "optimizer.decay_steps has no effect: optimizer.schedule = 'cosine'"),
+        ({"parallel": {"context_mode": "ring"}}, "parallel.context_mode has no effect: parallel.context = 1"),
+    ],
+)  # fmt: skip
+def test_settings_of_a_part_that_is_off_are_named(settings, note):
+    assert unused_settings(config_file.from_dict(settings)) == [note]
+
+
+def test_defaults_and_parts_that_are_on_have_no_note():
+    on = {"parallel": {"stage": 2, "context": 2, "context_mode": "ring"}, "pipeline": {"chunks": 2}}
+    assert unused_settings(config_file.from_dict({})) == []
+    assert unused_settings(config_file.from_dict(on)) == []
