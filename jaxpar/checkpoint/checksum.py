@@ -16,9 +16,7 @@ import numpy as np
 
 _GOLDEN = 0x9E3779B9
 _BLOCK = 2**16  # elements that are added at a time on a CPU: they stay in its cache
-_ROWS = (
-    16  # XLA:CPU shares the rows of a block out to its threads; a number that does not divide is several times slower
-)
+_ROWS = 16  # XLA:CPU shares a block's rows out to its threads: several times slower where they do not divide
 
 
 def start(named: Mapping[str, Any]) -> Callable[[], dict[str, int]]:
