@@ -51,6 +51,20 @@ CASES: dict[str, tuple[str, ...]] = {
     "sequence": ("parallel.zero=3", "parallel.tensor=2", "parallel.sequence_parallel=True"),
 }
 NUM_GPUS = 8
+# The configs of the repository, and a number of GPUs that each is meant for.
+GPUS = {
+    "gpt2_124m": 8,
+    "llama3_8b": 512,
+    "llama3_70b": 512,
+    "llama31_405b": 16384,
+    "gpt3_175b": 1024,
+    "mt_nlg_530b": 2240,
+    "qwen3_8b": 256,
+    "mixtral_8x7b": 64,
+    "qwen3_30b_a3b": 64,
+    "deepseek_v3": 1024,
+    "quickstart": 8,
+}
 
 
 @dataclasses.dataclass(frozen=True)

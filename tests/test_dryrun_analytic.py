@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from dryrun_cases import GPUS
 
 from jaxpar import config_file
 from jaxpar.dryrun.assumptions import Assumptions, default_assumptions, override
@@ -37,19 +38,6 @@ SHAPE = ModelShape(
     num_layers=32, embed_dim=4096, num_heads=32, kv_heads=8, head_dim=128, mlp_dim=14336, vocab=128256, seq_len=4096
 )
 H100 = find_target("h100")
-GPUS = {
-    "gpt2_124m": 8,
-    "llama3_8b": 512,
-    "llama3_70b": 512,
-    "llama31_405b": 16384,
-    "gpt3_175b": 1024,
-    "mt_nlg_530b": 2240,
-    "qwen3_8b": 256,
-    "mixtral_8x7b": 64,
-    "qwen3_30b_a3b": 64,
-    "deepseek_v3": 1024,
-    "quickstart": 8,
-}
 
 # Builds every config at every ZeRO level for absent GPUs, without compiling, in one process.
 SIZES = """

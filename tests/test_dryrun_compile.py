@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import pytest
-from dryrun_cases import CASES, NUM_GPUS, Case, compiled_cases
+from dryrun_cases import CASES, GPUS, NUM_GPUS, Case, compiled_cases
 
+from jaxpar import config_file
 from jaxpar.dryrun.assumptions import Assumptions
 from jaxpar.dryrun.checks import all_warnings, large_copies, zero_contract
 from jaxpar.dryrun.classes import CLASSES, bytes_by_class, live_buffers
+from jaxpar.dryrun.compile import compile_step, missing_plugin
 from jaxpar.dryrun.memory import memory_by_class, state_bytes
 from jaxpar.dryrun.run import analytic_report, report_of
+from jaxpar.dryrun.shape import layout_of, model_shape
 from jaxpar.dryrun.targets import find_target
 from jaxpar.dryrun.work import flops_per_gpu
 
@@ -37,6 +41,23 @@ def test_arguments_and_donation_are_exact(case):
     batch = 5 * 4 * rows * case.shape.seq_len
     assert case.step.argument_bytes == state + COUNTERS + batch
     assert case.step.alias_bytes == state + COUNTERS
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("name", GPUS)
+def test_arguments_and_donation_of_every_config_are_exact(name, zero):
+    if missing_plugin():
+        pytest.skip("the compiler plugin is not installed")
+    given = ["model.vocab_size=259"] if name == "quickstart" else []
+    path = Path(__file__).resolve().parents[1] / f"configs/{name}.py"
+    config = config_file.load(path, [f"parallel.zero={zero}", *given])
+    layout = layout_of(config, GPUS[name])
+    step = compile_step(config, find_target("h100"), GPUS[name], timeout_s=900)
+    state = memory_by_class(model_shape(config), layout).state
+    rows = layout.microbatch_rows * layout.num_microbatches
+    assert step.argument_bytes == state + COUNTERS + 5 * 4 * rows * config.seq_len
+    assert step.alias_bytes == state + COUNTERS
 
 
 def test_gradient_bytes_are_exact(case):
