@@ -26,6 +26,7 @@ def evaluate_files(config: Config, weights: Weights, workdir: Path) -> dict[str,
     params = load_arranged(built, weights)
 
     def batches() -> Iterator[Any]:
+        """Every row once; the last batch is filled up with empty rows."""
         loader = Loader(
             data.train, config.global_batch, seed=0, sharding=built.batch_sharding, shuffle=False, repeat=False
         )

@@ -108,6 +108,7 @@ class HarnessModel(TemplateLM):
         open_rows = set(range(count))
 
         def see(tokens: list[int | None]) -> None:
+            """Take one new token per open row, and end the rows that are done."""
             for row in list(open_rows):
                 token = tokens[row]
                 if token is not None:
@@ -153,6 +154,7 @@ class _Wish:
 
     @staticmethod
     def read(raw: dict[str, Any], max_length: int) -> _Wish:
+        """One request's settings; raises `UserError` for those that are not supported."""
         settings = dict(normalize_gen_kwargs(dict(raw), 256))
         if unknown := sorted(set(settings) - KNOWN):
             raise UserError(f"generation setting {unknown[0]} = {settings[unknown[0]]!r} of a task is not supported")

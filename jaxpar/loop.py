@@ -207,6 +207,7 @@ def evaluator(
     """A function from the state to evaluation metrics: one token-weighted mean over all batches."""
 
     def run(state: TrainState) -> dict[str, float]:
+        """Mean loss per token, perplexity and bits per byte of the held-out rows."""
         parts = [evaluate(state.params, batch) for batch in batches()]
         loss = tokens = 0.0
         for part in jax.device_get(parts):

@@ -217,6 +217,7 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
     policy = precision(config.precision)
 
     def step(state: Any, batch: Any, base: Transformer) -> Any:
+        """`train_step` of the adapter alone; the base is an argument that is never changed."""
         rules = StepRules(
             grad_fn=_grad_fn(config, base, frozen, placements),
             place=lambda grads: layout.place(grads, placements, lambda placed: placed.optimizer),

@@ -142,6 +142,7 @@ def _scores(model: Transformer, batch: Any, sharder: Any) -> tuple[jax.Array, ja
     part = PART if length % PART == 0 else length
 
     def one(start: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Summed log-probability and greediness of one part of the positions."""
         x_part, targets, weights = (
             jax.lax.dynamic_slice_in_dim(a, start, part, 1) for a in (x, batch["targets"], batch["weights"])
         )

@@ -104,6 +104,8 @@ def accumulated(grad_fn: GradFn, parts: int, place_grads: Callable[[Any], Any]) 
     """
 
     def run(params: Transformer, batch: Batch, row_keys: jax.Array | None, scale: jax.Array) -> tuple[Sums, Any]:
+        """Add up sums and gradients of all microbatches."""
+
         def split(a: jax.Array) -> jax.Array:
             return jnp.moveaxis(a.reshape(a.shape[0] // parts, parts, *a.shape[1:]), 1, 0)
 

@@ -285,6 +285,7 @@ def _evaluator(data: Data, config: Config, built: Built) -> Any:
         return None
 
     def batches() -> Iterator[Any]:
+        """Held-out batches from the first row on, at most `eval_steps` of them."""
         loader = Loader(rows, config.global_batch, seed=0, sharding=built.batch_sharding, shuffle=False, repeat=False)
         try:
             count = 0

@@ -115,6 +115,7 @@ def backward(
         zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
 
         def absorb(total: tuple[jax.Array, jax.Array], other: tuple) -> tuple[tuple, jax.Array]:
+            """Add one query tile's share to the gradients of k and v; returns the tile's dq."""
             q, cotangent, log_sum, delta, at_q = other
 
             def visible() -> tuple[tuple, jax.Array]:

@@ -61,6 +61,7 @@ def open_data(config: Config, workdir: Path) -> Data:
     held_out = 0.0 if settings.eval_files else settings.eval_fraction
 
     def plan(store: TokenStore, part: str, name: str) -> _Part | None:
+        """The part of one store that belongs to training or evaluation."""
         packing = Packing(
             seq_len=config.seq_len,
             method=settings.packing,

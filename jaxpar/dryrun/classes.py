@@ -58,6 +58,7 @@ class _Classifier:
                             self.weights.add(_signature((*dims[:i], dim // parts, *dims[i + 1 :])))
 
     def kind(self, shape: Shape, instruction: Instruction) -> str:
+        """Class of one buffer, by its dims and the operation that made it."""
         signature = _signature(shape.dims)
         stacked = self.layers > 1 and self.layers in shape.dims
         where = shape.dims.index(self.layers) if stacked else 0

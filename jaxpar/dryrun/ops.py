@@ -102,6 +102,7 @@ def _fusion_traffic(module: Module, instruction: Instruction) -> float:
             users[operand].append((inner, position))
 
     def read(node: Instruction, full: int) -> float:
+        """Bytes of a value that its users read: slices count what they take."""
         total = 0.0
         for user, position in users[node.id]:
             if user.opcode in ("bitcast", "get-tuple-element"):

@@ -172,6 +172,7 @@ def _compiled_report(
     gpu, assumed = analytic.gpu, analytic.assumed
 
     def compiled(*, unlimited_memory: bool) -> CompiledStep:
+        """The step for this GPU, or for one with memory to spare."""
         return compile_step(
             config,
             gpu,

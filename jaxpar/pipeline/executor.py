@@ -145,6 +145,7 @@ def _bind(spec: Spec) -> Callable[[Params, Any], tuple[Totals, Params]]:
     grads_specs = params_specs if spec.schedule.has_backward else P()
 
     def call(params: Params, batch: Any) -> tuple[Totals, Params]:
+        """Totals and gradients of one global batch."""
         _check_sizes(spec.schedule, params, spec.constants, batch)
         mapped = jax.shard_map(
             body,

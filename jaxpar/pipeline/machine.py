@@ -168,6 +168,7 @@ class Machine:
         """F: the chunk's output; its input is the embedding or what arrived from the stage before."""
 
         def act(carry: _Carry) -> tuple[Array, Ring, Ring, Array, Any]:
+            """Run one forward and hand on its output and what backward needs."""
             new_fb: Ring = []
             new_fw: Ring = []
             arrived = _get(carry.x, jnp.maximum(row["x_get"], 0))[0]

@@ -158,6 +158,7 @@ class _Parts:
     def make(
         config: Config, stored: Layout, layout: Layout, model: Transformer, schedule: Schedule, assignment: Assignment
     ) -> _Parts:
+        """Choose the batch axes and cut one chunk into its pieces."""
         # Over axes that hold whole gradients one sum per step does.
         whole = ("replica", "data") if layout.zero <= 1 else ("replica",)
         batch_axes = tuple(axis for axis in whole if layout.mesh.shape[axis] > 1)
@@ -178,9 +179,12 @@ class _Parts:
         )
 
     def grads(self) -> Callable[[Transformer, Batch, jax.Array | None, jax.Array], tuple[Sums, Transformer]]:
+        """The gradient function of the run, as `step.GradFn`."""
+
         def run(
             params: Transformer, batch: Batch, row_keys: jax.Array | None, scale: jax.Array
         ) -> tuple[Sums, Transformer]:
+            """Split, run the schedule, put the gradients where ZeRO wants them."""
             ends, blocks = self.split_ends(params)
             function = value_and_grad(
                 self.stage, self.embed, self.head, self.schedule, self.stored.mesh,
@@ -198,6 +202,8 @@ class _Parts:
         return run
 
     def evaluate(self) -> Callable[[Transformer, Batch], Sums]:
+        """The forward alone, as loss sums."""
+
         def run(params: Transformer, batch: Batch) -> Sums:
             ends, blocks = self.split_ends(params)
             function = evaluate(

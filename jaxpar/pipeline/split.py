@@ -100,6 +100,7 @@ class _Trace:
         trees: list[Any] = []
 
         def everything(param_leaves: list, side_leaves: list, x: jax.Array, dy: jax.Array) -> list[jax.Array]:
+            """Outputs and gradients of the stage, for one incoming gradient."""
             side = jax.tree.unflatten(side_tree, side_leaves)
 
             def run(params: Any, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
@@ -148,6 +149,7 @@ def _cut(
     crossing: dict[core.Var, None] = {}
 
     def want(atom: Any) -> None:
+        """Sort one value into available, crossing, saved or to be computed."""
         if isinstance(atom, core.Literal) or atom in available:
             return
         if atom in produced and (atom in trace.of_dy or atom in trace.recomputing):
