@@ -6,6 +6,7 @@ batches depend neither on the mesh nor on the number of processes, and the data 
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import hashlib
 import logging
@@ -15,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpar.data.order import Order, SourceOrder
-from jaxpar.data.rows import KEYS, Rows, empty_row
+from jaxpar.data.rows import KEYS, Rows
+from jaxpar.data.share import share_of
 from jaxpar.errors import UserError
 
 if TYPE_CHECKING:
     import jax
+    from grain import DatasetIterator
 
 log = logging.getLogger(__name__)
 
-PREFETCH = 2  # batches read ahead by a thread
+AHEAD = 2  # batches read and put on the devices before they are asked for
 
 
 class Loader:
@@ -60,8 +63,9 @@ class Loader:
         self._local = _LocalRows(sharding, (global_batch, rows.seq_len))
         self._next_index = 0
         self._last_index: int | None = None
+        self._batches: DatasetIterator[dict[str, np.ndarray]] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jaxpar-data")
-        self._ahead: dict[int, concurrent.futures.Future[dict[str, jax.Array]]] = {}
+        self._ahead: collections.deque[concurrent.futures.Future[dict[str, jax.Array]]] = collections.deque()
         self._check_processes()
         if state is not None:
             self._restore(state)
@@ -71,11 +75,17 @@ class Loader:
         start = self._next_index
         if self._ended(start):
             raise StopIteration(f"the data ended after {self._order.length} rows")
-        for ahead in range(PREFETCH + 1):
-            index = start + ahead * self._batch
-            if index not in self._ahead and not self._ended(index):
-                self._ahead[index] = self._thread.submit(self._read, index)
-        batch = self._ahead.pop(start).result()
+        if self._batches is None:
+            from jaxpar.data.reading import read_batches
+
+            self._batches = read_batches(self._rows, self._order, self._local.share, start)
+        while len(self._ahead) <= AHEAD:
+            self._ahead.append(self._thread.submit(self._read, self._batches))
+        try:
+            batch = self._ahead.popleft().result()
+        except BaseException:
+            self._forget()  # what was read ahead may have moved on; a caller who tries again gets this very batch
+            raise
         self._last_index, self._next_index = start, start + self._batch
         return batch
 
@@ -114,19 +124,16 @@ class Loader:
         length = self._order.length
         return length is not None and index >= length
 
-    def _read(self, start: int) -> dict[str, jax.Array]:
-        """The batch that starts at `start`, read and put on the devices; runs in the thread."""
-        padding = empty_row(self._rows.seq_len)
-        rows = [
-            padding if self._ended(start + place) else self._rows.row(self._order.row(start + place))
-            for place in self._local.places
-        ]
-        return {key: self._local.put(np.stack([row[key] for row in rows])) for key in KEYS}
+    def _read(self, batches: DatasetIterator[dict[str, np.ndarray]]) -> dict[str, jax.Array]:
+        """The next of `batches`, put on the devices; runs in the thread."""
+        batch = next(batches)
+        return {key: self._local.put(batch[key]) for key in KEYS}
 
     def _forget(self) -> None:
-        for future in self._ahead.values():
+        for future in self._ahead:
             future.cancel()
-        self._ahead = {}
+        self._ahead.clear()
+        self._batches = None  # not closed: the thread may be in the middle of it
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; refuses a state of other data."""
@@ -177,8 +184,9 @@ class _LocalRows:
         self._jax = jax
         self._sharding = sharding
         self._shape = shape
+        process = jax.process_index()
         if sharding is None:
-            self.places = list(range(shape[0]))
+            self.share = share_of(process, {process: {range(shape[0])}}, shape[0])
             return
         try:
             sharding.shard_shape(shape)
@@ -186,13 +194,14 @@ class _LocalRows:
             raise UserError(
                 f"a batch of {shape[0]} rows of {shape[1]} tokens cannot be split by {sharding}: {error}"
             ) from error
-        blocks = sharding.addressable_devices_indices_map(shape).values()
-        places = {place for block in blocks for place in range(*_slice(block).indices(shape[0]))}
-        self.places = sorted(places)
-        self._position = {place: position for position, place in enumerate(self.places)}
+        held: dict[int, set[range]] = {}
+        for device, block in sharding.devices_indices_map(shape).items():
+            held.setdefault(device.process_index, set()).add(range(*_slice(block).indices(shape[0])))
+        self.share = share_of(process, held, shape[0])
+        self._position = {place: position for position, place in enumerate(self.share.places)}
 
     def put(self, array: np.ndarray) -> jax.Array:
-        """Arrays [rows of this process, T] as a global array [B, T]."""
+        """Arrays [places of the share, T] as a global array [B, T]."""
         if self._sharding is None:
             return self._jax.device_put(array)
 
