@@ -68,6 +68,10 @@ def test_a_gang_saves_skips_a_damaged_step_and_is_read_by_one_process(tmp_path):
     done = run_gang(
         tmp_path,
         """
+        from jaxpar.checkpoint import checksum
+        grids = {"w": (8, 3), "b": (3,), "step": ()}
+        sums = [checksum.start(tree, grids)() for tree in (state, {"w": values, "b": values[0], "step": np.int32(7)})]
+        assert sums[0] == sums[1] and len(sums[0]["w"]) == 24, sums
         checkpoints.save(1, state, {"next": 10})
         checkpoints.save(2, jax.jit(lambda s: jax.tree.map(lambda x: x + x, s), donate_argnums=0)(state), {"next": 20})
         checkpoints.wait()
@@ -128,6 +132,7 @@ def test_a_write_that_fails_on_one_process_does_not_make_the_others_wait(tmp_pat
     )
     told = done.stdout + done.stderr
     assert told.count("first 1 step 1:") == 2, told  # both count the failure
+    assert told.count(f"step 1: GateError: it failed on process {bad}") == 1, told  # one of them knows its own reason
     seconds = [float(line.split("seconds")[1]) for line in told.splitlines() if "seconds " in line]
     assert len(seconds) == 2, told
     assert max(seconds) < 100, told  # the patience of a barrier is 300

@@ -57,7 +57,7 @@ def test_checksums_of_parts_add_up(shape):
     for first in (slice(0, cut), slice(cut, shape[0])):
         index = (first, *(slice(0, size) for size in shape[1:]))
         total += checksum.of_part(value[index], index, shape)
-    assert total % 2**32 == checksum.start({"x": jnp.asarray(value)})()["x"]
+    assert (total % 2**32,) == checksum.start({"x": jnp.asarray(value)})()["x"]
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):

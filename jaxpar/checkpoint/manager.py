@@ -1,8 +1,9 @@
 """Save, verify and restore the state of a run.
 
-A save copies the state to host memory and returns; a thread writes it, checks that all is there, gives it its name and
-deletes what retention no longer wants. A restore compares names, shapes and dtypes first, reads every array directly
-into its sharding, and compares checksums afterwards; a step that fails is skipped for the one before, and named.
+A save copies the state to host memory, or holds it where it is in host memory anyway, and returns; a thread writes it,
+checks that all is there, gives it its name and deletes what retention no longer wants. A restore compares names, shapes
+and dtypes first, reads every array directly into its sharding, and compares checksums afterwards; a step that fails is
+skipped for the one before, and named.
 
 A save that fails is reported at once and the run goes on; the next save starts afresh. `max_failed_saves` failures in a
 row, or a failure of the last save, raise `CheckpointError`.
@@ -11,6 +12,7 @@ row, or a failure of the last save, raise `CheckpointError`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import sys
@@ -23,7 +25,7 @@ from jaxpar.checkpoint import checksum, folders, leaves, manifest, storage
 from jaxpar.checkpoint.leaves import Convert
 from jaxpar.config import CheckpointConfig
 from jaxpar.errors import UserError
-from jaxpar.runtime.coordination import Assembly
+from jaxpar.runtime.coordination import Assembly, Gate
 from jaxpar.tree import named_leaves
 
 _instances = itertools.count()  # a process may open checkpoints twice; their questions must not mix
@@ -41,6 +43,15 @@ class Restored:
     state: Any
     extra: dict[str, Any]
     skipped: list[tuple[int, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """A save whose state is in host memory."""
+
+    write: storage.PendingWrite
+    targets: Mapping[str, Any]
+    checksums: Callable[[], dict[str, tuple[int, ...]]]
 
 
 class Checkpoints:
@@ -69,7 +80,7 @@ class Checkpoints:
         self._convert: Convert | None = None  # `to_disk`, compiled
         self._report = report or _to_stderr
         self._agree = Assembly(f"checkpoints{next(_instances)}", timeout_s=storage.BARRIER_TIMEOUT_S)
-        self._running: tuple[int, threading.Thread | None] | None = None  # the step being saved
+        self._running: tuple[int, threading.Thread] | None = None  # the step being saved
         self._error: str | None = None  # why it failed on this process
         self._failed_saves = 0  # in a row
         self._last_error = ""
@@ -81,7 +92,7 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        elif self._running is not None and self._running[1] is not None:
+        elif self._running is not None:
             self._running[1].join()  # a save that began may finish; its own failure does not hide the exception
 
     def steps(self) -> list[int]:
@@ -91,7 +102,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Start saving `state` (a pytree of arrays) and `extra` (JSON) as `step`.
 
-        Returns when the state is copied; it may then be donated. Waits for the save before, if that still runs.
+        Returns when the state is copied or held; it may then be donated. Waits for the save before, if that still runs.
         `extra["metrics"]["eval_loss"]`, if present, ranks the step for `keep_best`.
         """
         self._join()
@@ -101,22 +112,14 @@ class Checkpoints:
         if problem is not None:
             self._count(step, problem, said=False)
             return
-        partial = folders.partial(self.directory, step)
-        write = thread = None
-        gate = self._agree.gate()
-        try:
-            write = storage.start_write(partial / folders.STATE, named, gate)
-        except storage.STORAGE_ERRORS as error:
-            self._fail(step, error)
-        # After the copy to host memory, which training waits for; and on every process, since it is a collective.
-        checksums = checksum.start(named)
-        if write is not None:
-            targets = {name: leaves.target(leaf) for name, leaf in named.items()}
-            thread = threading.Thread(
-                target=self._finish, args=(step, partial, write, targets, checksums), name=f"checkpoint-{step}"
-            )
-            thread.start()
-        self._running = step, thread
+        self._error = "it ended before it was done"  # until it is done
+        begin = functools.partial(self._begin, step, self._agree.gate())
+        held = storage.hold(named)
+        if held is None:
+            begun = begin(named)
+            self._run(step, lambda: begun)
+        else:
+            self._run(step, lambda: begin(held()))
         if not self.config.asynchronous:
             self._join()
 
@@ -207,21 +210,46 @@ class Checkpoints:
             self._convert = jax.jit(self._to_disk)
         return self._convert(state)
 
-    def _finish(
-        self,
-        step: int,
-        partial: Path,
-        write: storage.PendingWrite,
-        targets: Mapping[str, Any],
-        checksums: Callable[[], dict[str, int]],
-    ) -> None:
+    def _run(self, step: int, begin: Callable[[], _Begun | None]) -> None:
+        """Finish a save in a thread."""
+        go = threading.Event()
+
+        def run() -> None:
+            go.wait(1.0)
+            self._finish(step, begin)
+
+        thread = threading.Thread(target=run, name=f"checkpoint-{step}")
+        thread.start()
+        self._running = step, thread
+        # Only now, else `start` would return when the thread first gives the interpreter back, after milliseconds.
+        go.set()
+
+    def _begin(self, step: int, gate: Gate, named: Mapping[str, Any]) -> _Begun | None:
+        """Copy to host memory and start to write; None if that failed."""
+        write = None
+        try:
+            write = storage.start_write(folders.partial(self.directory, step) / folders.STATE, named, gate)
+        except storage.STORAGE_ERRORS as error:
+            self._fail(step, error)
+        # After the copy to host memory, which training may wait for; and on every process, since it is a collective.
+        checksums = checksum.start(named)
+        if write is None:
+            return None
+        return _Begun(write, {name: leaves.target(leaf) for name, leaf in named.items()}, checksums)
+
+    def _finish(self, step: int, begin: Callable[[], _Begun | None]) -> None:
         """The background thread of one save."""
         try:
-            write.wait()
+            begun = begin()
+            if begun is None:
+                return
+            begun.write.wait()
             if self._is_main:
-                manifest.write(manifest.describe(step, partial, targets, checksums()), partial)
+                partial = folders.partial(self.directory, step)
+                manifest.write(manifest.describe(step, partial, begun.targets, begun.checksums()), partial)
                 folders.commit(self.directory, step)
                 self._retire(step)
+            self._error = None
         except storage.STORAGE_ERRORS as error:
             self._fail(step, error)
 
@@ -262,8 +290,7 @@ class Checkpoints:
         if self._running is None:
             return
         step, thread = self._running
-        if thread is not None:
-            thread.join()
+        thread.join()
         error, self._running, self._error = self._error, None, None
         failed = self._agree.processes_where(error is not None)
         if failed:
@@ -301,7 +328,7 @@ class Checkpoints:
             problem = storage.reason(error)
         if failed := self._agree.processes_where(problem is not None):
             raise manifest.DamagedError(problem or f"process {failed[0]} cannot read it")
-        manifest.check_arrays(found, checksum.start(named)())
+        manifest.check_arrays(found, checksum.start(named, {name: found.arrays[name].grid for name in named})())
         for name, leaf in named.items():
             if leaf.dtype != wanted[name].dtype:
                 named[name] = leaves.cast(leaf, wanted[name])

@@ -1,22 +1,26 @@
 """The manifest of a checkpoint: what it holds, and how to tell that it is whole.
 
-`manifest.json` is written last. It lists every array (shape, dtype, checksum) and every other file of the folder
-(size, and CRC-32 where the file is small), and carries a CRC-32 of itself. A folder without a valid manifest is no
-checkpoint.
+`manifest.json` is written last. It lists every array (shape, dtype, the grid of blocks into which the sharding of the
+save cut it, a checksum per block) and every other file of the folder (size, and CRC-32 where the file is small), and
+carries a CRC-32 of itself. A folder without a valid manifest is no checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpar.checkpoint import checksum
+
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+_WHOLE_ARRAYS = 1  # the format with one checksum per array, which is still read
 _SMALL_FILE_BYTES = 4 * 2**20  # indices and metadata; the arrays in larger files have checksums of their own
 
 
@@ -26,11 +30,20 @@ class DamagedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One array."""
+    """One array: `grid` has the number of its blocks along each dim, `checksums` are in row-major order."""
 
     shape: tuple[int, ...]
     dtype: str
-    checksum: int
+    grid: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    def block(self, number: int) -> str:
+        """Where a block lies in the array, as "[0:4, 512:1024]"."""
+        places = []
+        for size, parts in zip(reversed(self.shape), reversed(self.grid)):
+            number, place = divmod(number, parts)
+            places.append(f"{place * size // parts}:{(place + 1) * size // parts}")
+        return f"[{', '.join(reversed(places))}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +55,12 @@ class Manifest:
     files: dict[str, tuple[int, int | None]]
 
 
-def describe(step: int, folder: Path, named: Mapping[str, Any], checksums: Mapping[str, int]) -> Manifest:
-    """The manifest of a finished folder and the arrays that were written there."""
-    arrays = {n: Entry(tuple(map(int, a.shape)), str(a.dtype), checksums[n]) for n, a in named.items()}
+def describe(step: int, folder: Path, named: Mapping[str, Any], checksums: Mapping[str, tuple[int, ...]]) -> Manifest:
+    """The manifest of a finished folder and the arrays that were written there, in the sharding of the save."""
+    arrays = {
+        name: Entry(tuple(map(int, array.shape)), str(array.dtype), checksum.grid_of(array), checksums[name])
+        for name, array in named.items()
+    }
     return Manifest(step, arrays, {str(f.relative_to(folder)): _fingerprint(f) for f in _files(folder)})
 
 
@@ -55,7 +71,7 @@ def write(manifest: Manifest, folder: Path) -> None:
     body = {
         "format": FORMAT,
         "step": manifest.step,
-        "arrays": {name: dataclasses.asdict(entry) for name, entry in sorted(manifest.arrays.items())},
+        "arrays": {name: _to_json(entry) for name, entry in sorted(manifest.arrays.items())},
         "files": dict(sorted(manifest.files.items())),
     }
     path = folder / NAME
@@ -70,15 +86,15 @@ def read(folder: Path) -> Manifest:
     try:
         body = json.loads((folder / NAME).read_text())
         crc32 = body.pop("crc32")
-        if body["format"] != FORMAT:
-            raise DamagedError(f"{NAME} has format {body['format']}, this version reads {FORMAT}")
+        if body["format"] not in (_WHOLE_ARRAYS, FORMAT):
+            raise DamagedError(f"{NAME} has format {body['format']}, this version reads {_WHOLE_ARRAYS} and {FORMAT}")
         if _crc(body) != crc32:
             raise DamagedError(f"{NAME} was changed after the save")
     except FileNotFoundError:
         raise DamagedError(f"{NAME} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{NAME} cannot be read ({error})") from None
-    arrays = {n: Entry(tuple(e["shape"]), e["dtype"], e["checksum"]) for n, e in body["arrays"].items()}
+    arrays = {name: _from_json(entry) for name, entry in body["arrays"].items()}
     return Manifest(body["step"], arrays, {name: tuple(value) for name, value in body["files"].items()})
 
 
@@ -97,11 +113,19 @@ def check_files(manifest: Manifest, folder: Path) -> None:
         raise DamagedError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
 
 
-def check_arrays(manifest: Manifest, checksums: Mapping[str, int]) -> None:
-    """Raise `DamagedError` naming the arrays whose restored bytes are not those that were saved."""
-    wrong = [name for name, value in checksums.items() if manifest.arrays[name].checksum != value]
+def check_arrays(manifest: Manifest, checksums: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `DamagedError` naming the arrays, and their blocks, whose restored bytes are not those that were saved."""
+    wrong = []
+    for name, found in checksums.items():
+        entry = manifest.arrays[name]
+        bad = [number for number, pair in enumerate(zip(found, entry.checksums, strict=True)) if pair[0] != pair[1]]
+        if bad and math.prod(entry.grid) > 1:
+            more = f" and {len(bad) - 1} more of its {len(entry.checksums)} blocks" if len(bad) > 1 else ""
+            wrong.append(f"{name} {entry.block(bad[0])}{more}")
+        elif bad:
+            wrong.append(name)
     if wrong:
-        names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more arrays" if len(wrong) > 3 else "")
         raise DamagedError(f"the bytes of {names} changed after the save (checksum differs)")
 
 
@@ -118,16 +142,16 @@ def differences(
     for name in [*wanted, *(name for name in manifest.arrays if name not in wanted)]:
         stored, target = manifest.arrays.get(name), wanted.get(name)
         if target is None:
-            if not subset:
-                rows.append((name, _text(stored), "-"))
+            if stored is not None and not subset:
+                rows.append((name, _text(stored.shape, stored.dtype), "-"))
             continue
         dtype = jnp.dtype(target.dtype)
         if stored is None:
-            rows.append((name, "-", _text(Entry(target.shape, str(dtype), 0))))
+            rows.append((name, "-", _text(target.shape, dtype)))
             continue
         castable = cast and _is_float(stored.dtype) and _is_float(dtype)
         if stored.shape != tuple(target.shape) or (stored.dtype != str(dtype) and not castable):
-            rows.append((name, _text(stored), _text(Entry(target.shape, str(dtype), 0))))
+            rows.append((name, _text(stored.shape, stored.dtype), _text(target.shape, dtype)))
     return rows
 
 
@@ -145,9 +169,19 @@ def _is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
 
 
-def _text(entry: Entry | None) -> str:
-    assert entry is not None
-    return f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+def _text(shape: Sequence[int], dtype: Any) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    return dataclasses.asdict(entry) | {"checksums": " ".join(f"{value:08x}" for value in entry.checksums)}
+
+
+def _from_json(found: dict[str, Any]) -> Entry:
+    shape = tuple(found["shape"])
+    if "checksum" in found:
+        return Entry(shape, found["dtype"], (1,) * len(shape), (found["checksum"],))
+    return Entry(shape, found["dtype"], tuple(found["grid"]), tuple(int(x, 16) for x in found["checksums"].split()))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ def load_arrays(directory: Path, step: int | None = None, *, prefix: str = "") -
             if name.startswith(prefix)
         }
         named = storage.read(folder / folders.STATE, wanted)
-        manifest.check_arrays(found, checksum.start(named)())
+        manifest.check_arrays(found, checksum.start(named, {name: found.arrays[name].grid for name in named})())
     except (manifest.DamagedError, *storage.STORAGE_ERRORS) as error:
         raise UserError(f"checkpoint {folder} is damaged: {storage.reason(error)}") from None
     if not named:

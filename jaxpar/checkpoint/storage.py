@@ -8,7 +8,7 @@ several times the time and memory. Orbax neither checks the bytes nor names a pa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,58 @@ class PendingWrite:
             raise
         finally:
             self.checkpointer.close()
+
+
+def hold(named: Mapping[str, Any]) -> Callable[[], dict[str, Any]] | None:
+    """Keep the values that arrays have now, whoever donates them; None where only a copy to host memory keeps them.
+
+    The function returned gives the same arrays over the memory that is held, once and in any thread. Nothing is copied:
+    on a CPU a NumPy array is a view of the device's buffer, and XLA gives a step that is to overwrite a buffer with
+    views a new one instead. Several processes take the way of the accelerators, since their collectives must start in
+    the same order everywhere, which those of a background thread would not.
+    """
+    import jax
+    import numpy as np
+
+    if jax.default_backend() != "cpu" or jax.process_count() > 1:
+        return None
+    arrays = {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.Array)}
+    kinds = jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding  # whose checksums need no collective
+    # Of 64-bit types there is no telling whether another thread may have them: x64 is a setting of each thread.
+    if not all(isinstance(array.sharding, kinds) and array.dtype.itemsize <= 4 for array in arrays.values()):
+        return None
+    views = {name: _views(array) for name, array in arrays.items()}
+    shardings = {name: array.sharding for name, array in arrays.items()}
+    numbers = {name: np.array(leaf) for name, leaf in named.items() if name not in arrays}
+    names = list(named)
+
+    def again() -> dict[str, Any]:
+        return {name: numbers[name] if name in numbers else _over(views.pop(name), shardings[name]) for name in names}
+
+    return again
+
+
+def _views(array: Any) -> tuple[tuple[int, ...], dict[Any, Any]]:
+    """Shape, and a view of the memory of each device; devices with the same values have the same view."""
+    import numpy as np
+
+    views: dict[Any, Any] = {}
+    of_place: dict[tuple[tuple[Any, Any], ...], Any] = {}
+    for shard in array.addressable_shards:
+        place = tuple((part.start, part.stop) for part in shard.index)
+        if place not in of_place:
+            of_place[place] = np.asarray(shard.data)
+        views[shard.device] = of_place[place]
+    return array.shape, views
+
+
+def _over(held: tuple[tuple[int, ...], dict[Any, Any]], sharding: Any) -> Any:
+    import jax
+
+    shape, views = held
+    places = [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in views]
+    shards = jax.device_put(list(views.values()), places)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def start_write(path: Path, named: Mapping[str, Any], gate: Gate) -> PendingWrite:

@@ -63,7 +63,7 @@ def write(directory: Path, step: int, named: Mapping[str, Parts], extra: dict[st
         chunks = ocp.SaveArgs(chunk_byte_size=PART_BYTES)
         args = ocp.args.PyTreeSave(tree, save_args=_like(tree, chunks))
         ocp.Checkpointer(handler).save(partial / folders.STATE, args=args)
-        found = {name: sums[id(parts)] for name, parts in named.items()}
+        found = {name: (sums[id(parts)],) for name, parts in named.items()}  # each is one block
         manifest.write(manifest.describe(step, partial, named, found), partial)
         folders.commit(directory, step)
     except storage.STORAGE_ERRORS as error:
