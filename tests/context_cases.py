@@ -23,7 +23,7 @@ SPEC = P(None, "context", None, None)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One exchange: mode, axis size, heads, and what hides keys besides causality."""
+    """One exchange: mode, axis size, heads, what hides keys besides causality, and the stages of a pipeline."""
 
     mode: str
     size: int
@@ -33,14 +33,16 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     tile: int = 1024
+    stage: int = 1
 
     def __str__(self) -> str:
         extras = [name for name in ("packed", "window", "soft_cap") if getattr(self, name)]
-        return "-".join([self.mode, str(self.size), f"{self.heads}q{self.kv_heads}kv", *extras])
+        stages = ["stages"] if self.stage > 1 else []
+        return "-".join([self.mode, str(self.size), f"{self.heads}q{self.kv_heads}kv", *extras, *stages])
 
     def plan(self) -> context.ContextPlan:
         """The plan that a config with these numbers gets."""
-        plan = context.choose(self.config(), context=self.size, tensor=1, stage=1)
+        plan = context.choose(self.config(), context=self.size, tensor=1, stage=self.stage)
         assert plan is not None
         return plan
 
@@ -64,7 +66,11 @@ def cases() -> list[Case]:
         if mode == "ring_all_to_all" and size == 2:
             continue
         heads = [(8, 8), (8, 2)] if mode != "ring_all_to_all" else [(2, 1)] if size == 4 else [(4, 2), (2, 1)]
-        found += [Case(mode, size, *count, **variant) for count, variant in itertools.product(heads, variants)]
+        stages = (1, 2) if "ring" in mode else (1,)
+        found += [
+            Case(mode, size, *count, stage=stage, **variant)
+            for count, variant, stage in itertools.product(heads, variants, stages)
+        ]
     return found
 
 

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from context_cases import HEAD_DIM, LENGTH, ROWS, Case, cases, exchange, inputs, mesh_of, plain, value_and_gradients
+from jax.sharding import PartitionSpec as P
 from layouts import References, assert_same, tiny
 
 from jaxpar import context
 from jaxpar.build import build
 from jaxpar.context.ring import _own_pairs, _pairs
+from jaxpar.context.rotation import PairedRing, Ring
 from jaxpar.errors import UserError
 from jaxpar.layout_check import put, random_batch
 
@@ -28,6 +30,8 @@ QUICK = [
     Case("all_to_all", 8, 8, 2, packed=True),
     Case("all_gather", 4, 8, 2, packed=True, tile=4),
     Case("ring_all_to_all", 8, 4, 2, packed=True),
+    Case("ring", 4, 8, 2, packed=True, window=24, stage=2),
+    Case("ring_all_to_all", 8, 2, 2, packed=True, stage=2),
 ]
 
 
@@ -79,7 +83,13 @@ WIDE = {
     f"stages-{mode}-{size}-zero{zero}": (
         {"stage": 2, "context": size, "data": 4 // size, "zero": zero, "context_mode": mode}, {"num_kv_heads": 4}, {},
     )
-    for mode in ("all_to_all", "all_gather", "auto") for size in (2, 4) for zero in (0, 3)
+    for mode in ("all_to_all", "all_gather", "ring", "auto") for size in (2, 4) for zero in (0, 3)
+} | {
+    f"stages-ring_all_to_all-4-zero{zero}": (
+        {"stage": 2, "context": 4, "zero": zero, "context_mode": "ring_all_to_all"},
+        {"num_heads": 2, "num_kv_heads": 2}, {},
+    )
+    for zero in (0, 3)
 } | {
     "ring_all_to_all-8": ({"context": 8, "context_mode": "ring_all_to_all"}, {"num_heads": 4, "num_kv_heads": 2}, {}),
     "ring_all_to_all-4-tensor": (
@@ -169,6 +179,27 @@ def test_the_ring_meets_every_visible_pair_of_pieces_once(places: int):
     assert met == {(i, j) for i in range(2 * places) for j in range(i + 1)}
 
 
+@pytest.mark.parametrize("kind", [Ring, PairedRing])
+@pytest.mark.parametrize(("places", "stride"), [(2, 1), (2, 4), (4, 2), (8, 1)])
+def test_every_block_visits_every_place_and_comes_home(kind: type[Ring], places: int, stride: int):
+    ring, devices = kind("context", places, stride), np.arange(places * stride)
+
+    def travel(block: jax.Array) -> jax.Array:
+        """[1, hops, 2]: what is here after every hop, and the place that it is said to be from."""
+        found = []
+        for hop in range(1, places + 1):
+            block = ring.pass_on(block, hop)
+            found.append(jnp.stack([block[0], ring.source(hop)]))
+        return jnp.stack(found)[None]
+
+    spec = P("context")
+    mapped = jax.shard_map(travel, mesh=mesh_of(devices.size), in_specs=spec, out_specs=spec, check_vma=False)
+    here, said = np.moveaxis(np.asarray(jax.jit(mapped)(jnp.asarray(devices))), -1, 0)
+    np.testing.assert_array_equal(here, said * stride + devices[:, None] % stride)
+    assert all(sorted(row) == list(range(places)) for row in said)
+    np.testing.assert_array_equal(here[:, -1], devices)
+
+
 def exchanged(case: Case, kind: str) -> list[tuple[int, int]]:
     """(features, times) of the collectives of a kind in one layer's forward pass, as the program states them."""
     q, k, v, segments = inputs(case)
@@ -182,8 +213,13 @@ def exchanged(case: Case, kind: str) -> list[tuple[int, int]]:
 def test_exchanges_are_those_of_the_textbook():
     """Keys and values go round unrepeated; q, k, v and the output are swapped once; c devices hold T / c tokens."""
     tokens = ROWS * LENGTH // 4
-    # Keys and values: asked for once before the loop and once in it (which runs twice), so 3 times in all.
-    assert exchanged(Case("ring", 4, 8, 2), "collective_permute") == [(tokens * 2 * HEAD_DIM, 4)]
+    # Keys and values: asked for once before the loop and once in it (which runs twice), so 3 times in all; and all
+    # that again for the second of two KV heads, as each is a share that goes round by itself, in an outer loop.
+    assert exchanged(Case("ring", 4, 8, 2), "collective_permute") == [(tokens * HEAD_DIM, 4)]
+    # In a pipeline each swap gathers two blocks, one of them the device's own; the loop has two hops and runs once.
+    in_stages = Case("ring", 4, 8, 2, stage=2)
+    assert exchanged(in_stages, "all_gather") == [(2 * tokens * HEAD_DIM, 6)]
+    assert exchanged(in_stages, "collective_permute") == []
     assert exchanged(Case("all_to_all", 4, 8, 4), "all_to_all") == [
         (tokens * 4 * HEAD_DIM, 2),
         (tokens * 8 * HEAD_DIM, 2),
@@ -213,23 +249,31 @@ def test_auto_says_why():
     assert mode_of(dataclasses.replace(base, heads=3, kv_heads=1)).mode == "ring"
     both = mode_of(dataclasses.replace(base, heads=6, kv_heads=2))
     assert (both.mode, both.ring, both.groups) == ("ring_all_to_all", 2, 2)
-    assert mode_of(dataclasses.replace(base, heads=3, kv_heads=1), stage=2).mode == "all_gather"
+    assert mode_of(base, seq_len=1 << 18, stage=2).mode == "all_to_all"
+    assert "pipeline" in mode_of(base, seq_len=1 << 18, stage=2).reason
+    assert mode_of(dataclasses.replace(base, heads=3, kv_heads=1), stage=2).mode == "ring"
+    odd = dataclasses.replace(base, size=3)
+    assert mode_of(odd, seq_len=48, stage=2).mode == "all_gather"
+    assert "no ring of 3 places" in mode_of(odd, seq_len=48, stage=2).reason
     assert context.choose(base.config(), context=1, tensor=1, stage=1) is None
 
 
 @pytest.mark.parametrize(
-    ("case", "settings", "words"),
+    ("case", "words"),
     [
-        (Case("all_to_all", 8, 6, 2), {}, "6 query heads"),
-        (Case("ring_all_to_all", 4, 8, 2), {}, 'use "all_to_all"'),
-        (Case("ring_all_to_all", 4, 3, 1), {}, 'use "ring"'),
-        (Case("ring", 4), {"stage": 2}, "parallel.stage = 2"),
+        (Case("all_to_all", 8, 6, 2), "6 query heads"),
+        (Case("ring_all_to_all", 4, 8, 2), 'use "all_to_all"'),
+        (Case("ring_all_to_all", 4, 8, 2, stage=2), 'use "all_to_all"'),
+        (Case("ring_all_to_all", 4, 3, 1), 'use "ring"'),
+        (Case("ring", 3, stage=2), '3 places is an odd number; use "all_gather"'),
+        (Case("ring_all_to_all", 6, 4, stage=2), '3 places is an odd number; use "all_gather"'),
     ],
     ids=str,
 )
-def test_refusals_name_what_would_work(case: Case, settings: dict[str, int], words: str):
+def test_refusals_name_what_would_work(case: Case, words: str):
+    config = dataclasses.replace(case.config(), seq_len=48)
     with pytest.raises(UserError, match=words):
-        context.choose(case.config(), context=case.size, tensor=1, stage=settings.get("stage", 1))
+        context.choose(config, context=case.size, tensor=1, stage=case.stage)
 
 
 def test_odd_shards_cannot_be_zigzag():

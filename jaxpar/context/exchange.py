@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.context import ring
 from jaxpar.context.plan import ContextPlan, stream_order
+from jaxpar.context.rotation import PairedRing, Ring
 from jaxpar.context.tiles import Place, Scores
 from jaxpar.manual import split_by_hand
 
@@ -89,7 +90,8 @@ def _swapping(
         heads = q.shape[2]
         sinks = jax.lax.dynamic_slice_in_dim(sinks, jax.lax.axis_index(AXIS) % groups * heads, heads)
     if plan.ring > 1:
-        out = ring.on_ring(q, k, v, segments, window, sinks, scores, ring.Ring(AXIS, plan.ring, groups))
+        rotation = PairedRing if plan.in_branches else Ring
+        out = ring.on_ring(q, k, v, segments, window, sinks, scores, rotation(AXIS, plan.ring, groups))
     elif kernel is not None:
         out = kernel(q, k, v, segments, window, sinks)
     else:

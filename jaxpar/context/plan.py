@@ -2,7 +2,8 @@
 
 The axis of size c is read as `ring` x `groups`: `groups` neighbours swap sequence for heads (all-to-all), and `ring`
 such groups pass keys and values round. all_to_all is ring = 1, ring is groups = 1, ring_all_to_all is both above 1.
-In all_gather every device fetches all keys and values.
+In all_gather every device fetches all keys and values. In a pipeline a ring swaps blocks in pairs (`rotation`), which
+sends as much but wants an even number of places.
 
 A causal token sees only what came before, so a device with the last piece of the row would work most. Modes with a
 ring (and all_gather) therefore hold the row in zig-zag order: cut into 2 x ring pieces, place i holds pieces i and
@@ -33,6 +34,7 @@ class ContextPlan:
     size: int
     ring: int
     groups: int
+    in_branches: bool  # attention runs in the stages of a pipeline, where a ring has to swap blocks in pairs
     reason: str
 
     @property
@@ -55,7 +57,7 @@ def stream_order(length: int, places: int) -> np.ndarray:
 def choose(config: Config, *, context: int, tensor: int, stage: int) -> ContextPlan | None:
     """The plan of `parallel.context_mode` for the mesh's axis sizes; None without context parallelism.
 
-    Raises `UserError` for a mode that the head counts, the row length or a pipeline rule out.
+    Raises `UserError` for a mode that the head counts, the row length or a pipeline (a ring of odd size) rule out.
     """
     if context == 1:
         return None
@@ -93,15 +95,15 @@ class _Facts:
     def problem(self, mode: str) -> str | None:
         """Why a mode cannot be used, and what would work; None when it can."""
         rings = mode in ("ring", "ring_all_to_all")
-        if rings and self.stage > 1:
+        if rings and self.stage > 1 and self.ring(mode) > 1 and self.ring(mode) % 2:
             return (
-                f"a pipeline (parallel.stage = {self.stage}) runs its stages in branches, where passing blocks round a "
-                'ring would wait for stages that are elsewhere; use "all_to_all", "all_gather" or "auto"'
+                f"in a pipeline (parallel.stage = {self.stage}) a ring swaps blocks in pairs, and {self.ring(mode)} "
+                'places is an odd number; use "all_gather" or "auto"'
             )
         if mode == "all_to_all" and self.groups != self.size:
             return (
                 f"{self.heads} query heads per tensor shard do not divide by parallel.context = {self.size}; "
-                f'use parallel.context = {self.groups}, or "ring", or "ring_all_to_all"'
+                f'use parallel.context = {self.groups}, or "auto"'
             )
         if mode == "ring_all_to_all" and self.groups in (1, self.size):
             other = "ring" if self.groups == 1 else "all_to_all"
@@ -117,24 +119,33 @@ class _Facts:
         return None
 
     def plan(self, mode: str, reason: str) -> ContextPlan:
-        groups = {"ring": 1, "all_gather": 1, "all_to_all": self.size}.get(mode, self.groups)
-        return ContextPlan(mode, self.size, self.size // groups, groups, reason)
+        ring = self.ring(mode)
+        return ContextPlan(mode, self.size, ring, self.size // ring, self.stage > 1, reason)
+
+    def ring(self, mode: str) -> int:
+        """Places of the ring that a mode reads the axis as."""
+        return self.size // {"ring": 1, "all_gather": 1, "all_to_all": self.size}.get(mode, self.groups)
 
     def best(self) -> ContextPlan:
-        """The ring when it hides behind the work, else as much all-to-all as the heads allow."""
+        """The ring when it hides behind the work, else as much all-to-all as the heads allow.
+
+        In a pipeline the ring is not counted on to hide, as how exchanges overlap in branches has not been timed.
+        """
         intensity = self.length * self.heads_per_kv / 2  # FLOPs per byte of a hop: causal block over bf16 keys, values
+        if intensity > HIDDEN_FLOPS_PER_BYTE and self.stage == 1 and self.problem("ring") is None:
+            reason = f"a hop hides behind its block ({intensity:.0f} FLOPs per byte, over {HIDDEN_FLOPS_PER_BYTE:.0f})"
+            return self.plan("ring", reason)
+        heads = f"{self.heads} query heads per tensor shard"
+        no_ring = "a ring is not counted on to hide in a pipeline"
+        if self.stage == 1:
+            no_ring = f"at {intensity:.0f} FLOPs per byte a ring would not hide"
         reasons = {
-            "ring": f"a hop hides behind its block ({intensity:.0f} FLOPs per byte, over {HIDDEN_FLOPS_PER_BYTE:.0f})",
-            "all_to_all": f"{self.heads} query heads per tensor shard divide by the axis, and at {intensity:.0f} FLOPs "
-            "per byte a ring would not hide",
-            "ring_all_to_all": f"{self.heads} query heads per tensor shard allow groups of {self.groups}",
-            "all_gather": "neither heads nor a ring can be split",
+            "all_to_all": f"{heads} divide by the axis, and {no_ring}",
+            "ring_all_to_all": f"{heads} allow groups of {self.groups}",
+            "ring": f"{heads} do not divide by the axis",
+            "all_gather": f"{heads} do not divide by the axis, and a pipeline has no ring of {self.size} places",
         }
-        order = ["all_to_all", "ring_all_to_all", "ring", "all_gather"]
-        if intensity > HIDDEN_FLOPS_PER_BYTE:
-            order.insert(0, "ring")
-        for mode in order:
+        for mode, reason in reasons.items():
             if self.problem(mode) is None:
-                reason = reasons[mode] if mode != "ring" or order[0] == "ring" else "the heads cannot be split further"
                 return self.plan(mode, reason)
         raise UserError(f"parallel.context = {self.size}: {self.problem('all_gather')}")

@@ -6,18 +6,25 @@ On a ring of r places in zig-zag order, place i has an early piece of the row (n
 (2r - 1 - i). Keys that came from place j < i are seen by both of its query pieces, but only their early half; those
 of j > i by its late queries alone, both halves. So every hop costs each place the same two blocks, late queries on
 early keys and one other, and the first step costs three: nobody waits.
+
+Heads do not meet, so they go round in shares, each with all hops: only the blocks of one share exist at a time.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.context import tiles
-from jaxpar.context.tiles import Grads, Partial, Place, Scores
+from jaxpar.context.rotation import Ring
+from jaxpar.context.tiles import Grads, Partial, Place, Result, Scores, Stretch
+
+# Shares of the heads that go round the ring one after the other: blocks under way are that much smaller.
+SHARES = 4
 
 
 def whole(
@@ -40,63 +47,39 @@ def _whole_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None,
     sinks: jax.Array | None, scores: Scores,
 ) -> tuple[jax.Array, tuple]:  # fmt: skip
-    part = tiles.with_sinks(tiles.forward(q, k, v, at_q, at_k, window, scores), sinks)
+    part = tiles.forward(Partial.nothing(q), q, k, v, at_q, at_k, window, scores)
+    part = tiles.with_sinks(part, sinks)
     out = part.out.astype(q.dtype)
     return out, (q, k, v, out, part.log_sum, at_q, at_k, window, sinks)
 
 
 def _whole_backward(scores: Scores, saved: tuple, cotangent: jax.Array) -> tuple:
     q, k, v, out, log_sum, at_q, at_k, window, sinks = saved
-    result = Partial(out.astype(jnp.float32), log_sum)
-    grads = tiles.backward(q, k, v, result, cotangent, at_q, at_k, window, scores)
-    d_sinks = tiles.sink_gradient(result, cotangent, sinks)
+    result = Result.of(out, log_sum, cotangent)
+    grads = tiles.backward(Grads.zeros(q, k, v), q, k, v, result, at_q, at_k, window, scores)
+    d_sinks = tiles.sink_gradient(result, sinks)
     return grads.q.astype(q.dtype), grads.k.astype(k.dtype), grads.v.astype(v.dtype), None, None, None, d_sinks
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
 
 
-class Ring(NamedTuple):
-    """`places` on the mesh axis `axis`; neighbours on the ring are `stride` apart on the axis."""
-
-    axis: str
-    places: int
-    stride: int
-
-    def pass_on(self, tree):  # noqa: ANN001, ANN201 (any pytree)
-        """Every place gives its arrays to the next."""
-        size = self.places * self.stride
-        pairs = [(device, (device + self.stride) % size) for device in range(size)]
-        return jax.tree.map(lambda a: jax.lax.ppermute(a, self.axis, pairs), tree)
-
-    def own(self) -> jax.Array:
-        """This device's place."""
-        return jax.lax.axis_index(self.axis) // self.stride
-
-
 class _Half(NamedTuple):
-    """Which of two pieces, static or traced."""
+    """Which of a place's two pieces, static or traced."""
 
     number: int | jax.Array
 
-    def of(self, a: jax.Array) -> jax.Array:
-        """That half of [2, ...]."""
-        return jax.lax.dynamic_index_in_dim(a, self.number, 0, keepdims=False)
-
-    def add(self, total: jax.Array, value: jax.Array) -> jax.Array:
-        """`total` [2, ...] with `value` added to that half."""
-        return self.put(total, self.of(total) + value)
-
-    def put(self, total: jax.Array, value: jax.Array) -> jax.Array:
-        """`total` [2, ...] with that half replaced."""
-        return jax.lax.dynamic_update_index_in_dim(total, value, self.number, 0)
+    def of(self, a: jax.Array) -> Stretch:
+        """Where that half of [B, T, ...] is."""
+        length = a.shape[1] // 2
+        return Stretch(self.number * length, length)
 
 
 EARLY, LATE = _Half(0), _Half(1)
 
 
 class _Keys(NamedTuple):
-    """What travels: keys and values [2, B, t, G, K], documents int32 [2, B, t] or None."""
+    """What travels: keys and values [B, T, G, K], documents int32 [B, T] or None."""
 
     k: jax.Array
     v: jax.Array
@@ -123,73 +106,121 @@ def _on_ring_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: jax.Array | None,
     sinks: jax.Array | None, scores: Scores, ring: Ring,
 ) -> tuple[jax.Array, tuple]:  # fmt: skip
-    own, blocks = ring.own(), _Blocks(_halves(q), _maybe(segments), window, scores, ring)
-    keys = _Keys(_halves(k), _halves(v), _maybe(segments))
-    total = Partial(jnp.zeros(blocks.q.shape, jnp.float32), jnp.full(blocks.q.shape[:-1], tiles.NEVER, jnp.float32))
+    share = _Share.of(k)
 
-    def absorb(total: Partial, keys: _Keys, source: jax.Array, pairs: list[tuple[_Half, _Half]]) -> Partial:
-        for mine, theirs in pairs:
-            part = blocks.forward(mine, theirs, keys, source)
-            joined = tiles.merge(Partial(mine.of(total.out), mine.of(total.log_sum)), part)
-            total = Partial(mine.put(total.out, joined.out), mine.put(total.log_sum, joined.log_sum))
-        return total
+    def go_round(done: Partial, number: jax.Array) -> Partial:
+        """The ring of one share of the heads."""
+        mine = _Queries(share.take(q, number), segments, window, share.scores(scores, q.shape[1]), ring)
+        keys = _Keys(share.take(k, number), share.take(v, number), segments)
+        part = tiles.with_sinks(_ring_forward(mine, keys), share.take(sinks, number, axis=0))
+        return Partial(share.put(done.out, part.out, number), share.put(done.log_sum, part.log_sum, number))
 
-    arriving = ring.pass_on(keys)  # asked for before the work that it overlaps with
-    total = absorb(total, keys, own, _own_pairs())
-
-    def hop(carry: tuple[Partial, _Keys], step: jax.Array) -> tuple[tuple[Partial, _Keys], None]:
-        total, keys = carry
-        arriving = ring.pass_on(keys)
-        source = (own - step) % ring.places
-        return (absorb(total, keys, source, _pairs(source, own)), arriving), None
-
-    (total, arriving), _ = jax.lax.scan(hop, (total, arriving), jnp.arange(1, ring.places - 1))
-    source = (own - ring.places + 1) % ring.places
-    total = tiles.with_sinks(absorb(total, arriving, source, _pairs(source, own)), sinks)
-    out = _rejoin(total.out).astype(q.dtype)
-    return out, (q, k, v, segments, window, sinks, out, total.log_sum)
+    out = Partial(jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
+    out, log_sum = tiles.loop(share.num, go_round, out)
+    return out, (q, k, v, segments, window, sinks, out, log_sum)
 
 
 def _on_ring_backward(scores: Scores, ring: Ring, saved: tuple, cotangent: jax.Array) -> tuple:
-    """Keys travel round once more, and with them, in float32, the gradients that each place adds to."""
     q, k, v, segments, window, sinks, out, log_sum = saved
-    own, blocks = ring.own(), _Blocks(_halves(q), _maybe(segments), window, scores, ring)
-    keys = _Keys(_halves(k), _halves(v), _maybe(segments))
-    result = Partial(_halves(out), log_sum)
-    cotangent = _halves(cotangent)
-    zero = lambda a: jnp.zeros(a.shape, jnp.float32)  # noqa: E731
-    grads = Grads(zero(blocks.q), zero(keys.k), zero(keys.v))
+    result, share = Result.of(out, log_sum, cotangent), _Share.of(k)
 
-    def absorb(grads: Grads, keys: _Keys, source: jax.Array, pairs: list[tuple[_Half, _Half]]) -> Grads:
-        for mine, theirs in pairs:
-            more = blocks.backward(mine, theirs, keys, source, result, cotangent)
-            grads = Grads(mine.add(grads.q, more.q), theirs.add(grads.k, more.k), theirs.add(grads.v, more.v))
-        return grads
+    def go_round(done: Grads, number: jax.Array) -> Grads:
+        """The ring of one share of the heads."""
+        mine = _Queries(share.take(q, number), segments, window, share.scores(scores, q.shape[1]), ring)
+        keys = _Keys(share.take(k, number), share.take(v, number), segments)
+        part = _ring_backward(mine, keys, Result(*(share.take(a, number) for a in result)))
+        return Grads(*(share.put(a, more, number) for a, more in zip(done, part, strict=True)))
 
-    arriving = ring.pass_on(keys)
-    grads = absorb(grads, keys, own, _own_pairs())
-
-    def hop(carry: tuple[Grads, _Keys], step: jax.Array) -> tuple[tuple[Grads, _Keys], None]:
-        grads, keys = carry
-        arriving = ring.pass_on(keys)
-        dk, dv = ring.pass_on((grads.k, grads.v))  # they follow the keys that they belong to
-        source = (own - step) % ring.places
-        return (absorb(Grads(grads.q, dk, dv), keys, source, _pairs(source, own)), arriving), None
-
-    (grads, arriving), _ = jax.lax.scan(hop, (grads, arriving), jnp.arange(1, ring.places - 1))
-    source = (own - ring.places + 1) % ring.places
-    dk, dv = ring.pass_on((grads.k, grads.v))
-    grads = absorb(Grads(grads.q, dk, dv), arriving, source, _pairs(source, own))
-    dk, dv = ring.pass_on((grads.k, grads.v))  # and home
-    dq, dk, dv = (_rejoin(a).astype(like.dtype) for a, like in ((grads.q, q), (dk, k), (dv, v)))
-    return dq, dk, dv, None, None, tiles.sink_gradient(result, cotangent, sinks)
+    nothing = Grads(*(jnp.zeros(a.shape, a.dtype) for a in (q, k, v)))
+    dq, dk, dv = tiles.loop(share.num, go_round, nothing)
+    return dq, dk, dv, None, None, tiles.sink_gradient(result, sinks)
 
 
 _on_ring.defvjp(_on_ring_forward, _on_ring_backward)
 
 
-class _Blocks(NamedTuple):
-    """This place's queries [2, B, t, H, K], met by blocks of keys."""
+class _Share(NamedTuple):
+    """Heads go round in `num` shares, so that only one share of the blocks under way exists at a time."""
+
+    num: int
+
+    def scores(self, scores: Scores, length: int) -> Scores:
+        """With fewer heads at work tiles grow, so that each has as much to do; not above a quarter of a piece.
+
+        Score matrices do not shrink with the ring, so on short pieces large ones would be most of the memory.
+        """
+        piece = length // 2
+        return scores._replace(tile=max(scores.tile, min(int(scores.tile * math.sqrt(self.num)), piece // 4)))
+
+    @staticmethod
+    def of(k: jax.Array) -> _Share:
+        """As many as `SHARES` allows and the KV heads of k [B, T, G, K] divide by."""
+        return _Share(math.gcd(SHARES, k.shape[2]))
+
+    def take(self, a: Any, number: jax.Array, axis: int = 2) -> Any:
+        """A share of the heads of [B, T, heads, ...]."""
+        if self.num == 1 or a is None:
+            return a
+        size = a.shape[axis] // self.num
+        return jax.lax.dynamic_slice_in_dim(a, number * size, size, axis)
+
+    def put(self, a: jax.Array, share: jax.Array, number: jax.Array) -> jax.Array:
+        """`a` with that share, converted to its dtype."""
+        return jax.lax.dynamic_update_slice_in_dim(a, share.astype(a.dtype), number * share.shape[2], 2)
+
+
+def _ring_forward(mine: _Queries, keys: _Keys) -> Partial:
+    ring, own = mine.ring, mine.ring.own()
+
+    def absorb(total: Partial, keys: _Keys, source: jax.Array, pairs: list[tuple[_Half, _Half]]) -> Partial:
+        for queries, theirs in pairs:
+            total = mine.forward(total, queries, theirs, keys, source)
+        return total
+
+    arriving = ring.pass_on(keys, 1)  # asked for before the work that it overlaps with
+    total = absorb(Partial.nothing(mine.q), keys, own, _own_pairs())
+
+    def hop(total: Partial, keys: _Keys, number: jax.Array, turn: int) -> tuple[Partial, _Keys]:
+        arriving = ring.pass_on(keys, turn + 1)
+        source = ring.source(number)
+        return absorb(total, keys, source, _pairs(source, own)), arriving
+
+    total, arriving = ring.between(hop, total, arriving)
+    source = ring.source(ring.places - 1)
+    return absorb(total, arriving, source, _pairs(source, own))
+
+
+def _ring_backward(mine: _Queries, keys: _Keys, result: Result) -> Grads:
+    """Keys travel round once more, and with them, in float32, the gradients that each place adds to."""
+    ring, own = mine.ring, mine.ring.own()
+
+    def absorb(dq: jax.Array, keys: _Keys, source: jax.Array, pairs: list[tuple[_Half, _Half]]) -> Grads:
+        """The gradients of these keys alone, and of the queries so far."""
+        grads = Grads.zeros(mine.q, keys.k, keys.v)._replace(q=dq)
+        for queries, theirs in pairs:
+            grads = mine.backward(grads, queries, theirs, keys, source, result)
+        return grads
+
+    arriving = ring.pass_on(keys, 1)
+    grads = absorb(jnp.zeros(mine.q.shape, jnp.float32), keys, own, _own_pairs())
+
+    def follow(grads: Grads, keys: _Keys, source: jax.Array, hop: int) -> Grads:
+        """One hop: the gradients follow the keys that they belong to while this place's part of them is computed."""
+        dk, dv = ring.pass_on((grads.k, grads.v), hop)
+        grads = absorb(grads.q, keys, source, _pairs(source, own))
+        return Grads(grads.q, dk + grads.k, dv + grads.v)
+
+    def hop(grads: Grads, keys: _Keys, number: jax.Array, turn: int) -> tuple[Grads, _Keys]:
+        arriving = ring.pass_on(keys, turn + 1)
+        return follow(grads, keys, ring.source(number), turn), arriving
+
+    grads, arriving = ring.between(hop, grads, arriving)
+    grads = follow(grads, arriving, ring.source(ring.places - 1), ring.places - 1)
+    return Grads(grads.q, *ring.pass_on((grads.k, grads.v), ring.places))  # and home
+
+
+class _Queries(NamedTuple):
+    """This place's queries [B, T, H, K], met by blocks of keys."""
 
     q: jax.Array
     segments: jax.Array | None
@@ -197,32 +228,31 @@ class _Blocks(NamedTuple):
     scores: Scores
     ring: Ring
 
-    def place(self, half: _Half, place: jax.Array, segments: jax.Array | None) -> Place:
-        """Where a half of a place's tokens stands in the row."""
-        length = self.q.shape[2]
-        piece = jnp.where(jnp.asarray(half.number) == 0, place, 2 * self.ring.places - 1 - place)
-        return Place(piece * length + jnp.arange(length), None if segments is None else half.of(segments))
+    def place(self, place: jax.Array, segments: jax.Array | None) -> Place:
+        """Where the two pieces of a place stand in the row."""
+        length = self.q.shape[1] // 2
+        pieces = jnp.stack([place, 2 * self.ring.places - 1 - place])
+        return Place((pieces[:, None] * length + jnp.arange(length)).reshape(-1), segments)
 
-    def forward(self, mine: _Half, theirs: _Half, keys: _Keys, source: jax.Array) -> Partial:
-        """Attention of my half's queries over a half of the keys that place `source` sent."""
-        at_q, at_k = self._places(mine, theirs, keys, source)
+    def forward(self, total: Partial, queries: _Half, theirs: _Half, keys: _Keys, source: jax.Array) -> Partial:
+        """`total` with attention of a half of the queries over a half of the keys that place `source` sent."""
+        at_q, at_k = self._places(keys, source)
         return tiles.forward(
-            mine.of(self.q), theirs.of(keys.k), theirs.of(keys.v), at_q, at_k, self.window, self.scores
+            total, self.q, keys.k, keys.v, at_q, at_k, self.window, self.scores, queries.of(self.q), theirs.of(keys.k)
         )
 
     def backward(
-        self, mine: _Half, theirs: _Half, keys: _Keys, source: jax.Array, result: Partial, cotangent: jax.Array
+        self, total: Grads, queries: _Half, theirs: _Half, keys: _Keys, source: jax.Array, result: Result
     ) -> Grads:
-        """Its gradients, given the result over all keys and the cotangent of that."""
-        at_q, at_k = self._places(mine, theirs, keys, source)
-        known = Partial(mine.of(result.out).astype(jnp.float32), mine.of(result.log_sum))
+        """`total` with the gradients of that, given the result over all keys."""
+        at_q, at_k = self._places(keys, source)
         return tiles.backward(
-            mine.of(self.q), theirs.of(keys.k), theirs.of(keys.v), known, mine.of(cotangent), at_q, at_k,
-            self.window, self.scores,
+            total, self.q, keys.k, keys.v, result, at_q, at_k, self.window, self.scores, queries.of(self.q),
+            theirs.of(keys.k),
         )  # fmt: skip
 
-    def _places(self, mine: _Half, theirs: _Half, keys: _Keys, source: jax.Array) -> tuple[Place, Place]:
-        return self.place(mine, self.ring.own(), self.segments), self.place(theirs, source, keys.segments)
+    def _places(self, keys: _Keys, source: jax.Array) -> tuple[Place, Place]:
+        return self.place(self.ring.own(), self.segments), self.place(source, keys.segments)
 
 
 def _own_pairs() -> list[tuple[_Half, _Half]]:
@@ -232,18 +262,3 @@ def _own_pairs() -> list[tuple[_Half, _Half]]:
 def _pairs(source: jax.Array, own: jax.Array) -> list[tuple[_Half, _Half]]:
     other = _Half(jnp.where(source < own, 0, 1))  # early on early, or late on late
     return [(LATE, EARLY), (other, other)]
-
-
-def _halves(a: jax.Array) -> jax.Array:
-    """[B, T, ...] -> [2, B, T / 2, ...]."""
-    return jnp.moveaxis(a.reshape(a.shape[0], 2, a.shape[1] // 2, *a.shape[2:]), 1, 0)
-
-
-def _maybe(segments: jax.Array | None) -> jax.Array | None:
-    return None if segments is None else _halves(segments)
-
-
-def _rejoin(a: jax.Array) -> jax.Array:
-    """[2, B, T / 2, ...] -> [B, T, ...]."""
-    a = jnp.moveaxis(a, 0, 1)
-    return a.reshape(a.shape[0], a.shape[1] * a.shape[2], *a.shape[3:])

@@ -8,11 +8,13 @@ Dims: B batch, T queries, S keys, H query heads, G KV heads, R = H / G, K head_d
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+Carry = TypeVar("Carry")
 NEVER = -1e30  # score of a hidden key: finite, because inf - inf is nan
 
 
@@ -30,10 +32,17 @@ class Place(NamedTuple):
     index: jax.Array
     segments: jax.Array | None
 
-    def part(self, start: int, length: int) -> Place:
-        """A stretch of the tokens, with static borders."""
-        segments = None if self.segments is None else self.segments[:, start : start + length]
-        return Place(self.index[start : start + length], segments)
+    def part(self, start: int | jax.Array, length: int) -> Place:
+        """A stretch of the tokens."""
+        cut = lambda a, axis: jax.lax.dynamic_slice_in_dim(a, start, length, axis)  # noqa: E731
+        return Place(cut(self.index, 0), None if self.segments is None else cut(self.segments, 1))
+
+
+class Stretch(NamedTuple):
+    """`length` tokens of an array that begin at `start`."""
+
+    start: int | jax.Array
+    length: int
 
 
 class Partial(NamedTuple):
@@ -42,6 +51,27 @@ class Partial(NamedTuple):
     out: jax.Array
     log_sum: jax.Array
 
+    @staticmethod
+    def nothing(q: jax.Array) -> Partial:
+        """What attention of q [B, T, H, K] over no keys is."""
+        return Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], NEVER, jnp.float32))
+
+
+class Result(NamedTuple):
+    """What the backward pass knows of attention over all keys.
+
+    Its cotangent [B, T, H, K]; float32 [B, T, H]: log of the denominator, and the cotangent times the output.
+    """
+
+    cotangent: jax.Array
+    log_sum: jax.Array
+    delta: jax.Array
+
+    @staticmethod
+    def of(out: jax.Array, log_sum: jax.Array, cotangent: jax.Array) -> Result:
+        """From the output [B, T, H, K], its statistics and its cotangent."""
+        return Result(cotangent, log_sum, jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32), -1))
+
 
 class Grads(NamedTuple):
     """Gradients of a block, float32."""
@@ -49,6 +79,11 @@ class Grads(NamedTuple):
     q: jax.Array
     k: jax.Array
     v: jax.Array
+
+    @staticmethod
+    def zeros(*like: jax.Array) -> Grads:
+        """No gradient of q, k and v yet."""
+        return Grads(*(jnp.zeros(a.shape, jnp.float32) for a in like))
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -66,73 +101,80 @@ def with_sinks(total: Partial, sinks: jax.Array | None) -> Partial:
     return Partial(total.out * jnp.exp(total.log_sum - log_sum)[..., None], log_sum)
 
 
-def sink_gradient(result: Partial, cotangent: jax.Array, sinks: jax.Array | None) -> jax.Array | None:
-    """Gradient of `sinks` [H] from the result that they are part of and the cotangent of its output."""
+def sink_gradient(result: Result, sinks: jax.Array | None) -> jax.Array | None:
+    """Gradient of `sinks` [H] from the result that they are part of."""
     if sinks is None:
         return None
-    delta = jnp.sum(result.out.astype(jnp.float32) * cotangent.astype(jnp.float32), -1)
     weight = jnp.exp(sinks.astype(jnp.float32) - result.log_sum)
-    return -(weight * delta).sum(tuple(range(delta.ndim - 1))).astype(sinks.dtype)
+    return -(weight * result.delta).sum(tuple(range(weight.ndim - 1))).astype(sinks.dtype)
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None, scores: Scores
-) -> Partial:
-    """Causal attention of q [B, T, H, K] over k, v [B, S, G, K]."""
-    q_tiles, k_tiles = _cut(q.shape[1], scores.tile), _cut(k.shape[1], scores.tile)
-    keys = _tiles(k_tiles, k, v, at_k)
+    total: Partial, q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None,
+    scores: Scores, rows: Stretch | None = None, columns: Stretch | None = None,
+) -> Partial:  # fmt: skip
+    """`total` [B, T, H, K] merged with causal attention of q [B, T, H, K] over k, v [B, S, G, K], in place.
 
-    def row(_: None, own: tuple[jax.Array, Place]) -> tuple[None, Partial]:
+    `rows` and `columns` name the stretch of queries and of keys that meet; None: all of them.
+    """
+    row_tiles, column_tiles = _cut(rows, q, scores), _cut(columns, k, scores)
+    always = row_tiles.num * column_tiles.num == 1
+
+    def row(total: Partial, start: jax.Array) -> Partial:
         """One tile of queries over all tiles of keys."""
-        q, at_q = own
+        own = lambda a: row_tiles.of(a, start)  # noqa: E731
+        q_tile, at_q_tile = own(q), at_q.part(start, row_tiles.length)
 
-        def absorb(total: Partial, other: tuple[jax.Array, jax.Array, Place]) -> tuple[Partial, None]:
-            k, v, at_k = other
-            visible = lambda: merge(total, _forward_tile(q, k, v, at_q, at_k, window, scores))  # noqa: E731
-            if q_tiles * k_tiles == 1:
-                return visible(), None
-            return jax.lax.cond(_any_visible(at_q, at_k, window), visible, lambda: total), None
+        def absorb(part: Partial, start: jax.Array) -> Partial:
+            at_k_tile = at_k.part(start, column_tiles.length)
+            visible = lambda: merge(  # noqa: E731
+                part,
+                _forward_tile(
+                    q_tile, column_tiles.of(k, start), column_tiles.of(v, start), at_q_tile, at_k_tile, window, scores
+                ),
+            )
+            return (
+                visible() if always else jax.lax.cond(_any_visible(at_q_tile, at_k_tile, window), visible, lambda: part)
+            )
 
-        empty = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], NEVER, jnp.float32))
-        return None, _scan(absorb, empty, keys)[0]
+        part = column_tiles.fold(absorb, Partial(own(total.out), own(total.log_sum)))
+        return Partial(row_tiles.put(total.out, part.out, start), row_tiles.put(total.log_sum, part.log_sum, start))
 
-    parts = _scan(row, None, _tiles(q_tiles, q, at_q))[1]
-    return Partial(_join(parts.out), _join(parts.log_sum))
+    return row_tiles.fold(row, total)
 
 
 def backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, result: Partial, cotangent: jax.Array, at_q: Place, at_k: Place,
-    window: jax.Array | None, scores: Scores,
+    total: Grads, q: jax.Array, k: jax.Array, v: jax.Array, result: Result, at_q: Place, at_k: Place,
+    window: jax.Array | None, scores: Scores, rows: Stretch | None = None, columns: Stretch | None = None,
 ) -> Grads:  # fmt: skip
-    """Gradients of a block, given the merged result over all keys and the cotangent of its output [B, T, H, K]."""
-    q_tiles, k_tiles = _cut(q.shape[1], scores.tile), _cut(k.shape[1], scores.tile)
-    delta = jnp.sum(result.out * cotangent.astype(jnp.float32), -1)
-    queries = _tiles(q_tiles, q, cotangent, result.log_sum, delta, at_q)
+    """`total` and the gradients of a block, in place, given the result over all keys; stretches as in `forward`."""
+    row_tiles, column_tiles = _cut(rows, q, scores), _cut(columns, k, scores)
+    always = row_tiles.num * column_tiles.num == 1
 
-    def column(total_dq: jax.Array, own: tuple[jax.Array, jax.Array, Place]) -> tuple[jax.Array, tuple]:
+    def column(total: Grads, start: jax.Array) -> Grads:
         """One tile of keys under all tiles of queries."""
-        k, v, at_k = own
-        zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+        own = lambda a: column_tiles.of(a, start)  # noqa: E731
+        k_tile, v_tile, at_k_tile = own(k), own(v), at_k.part(start, column_tiles.length)
 
-        def absorb(total: tuple[jax.Array, jax.Array], other: tuple) -> tuple[tuple, jax.Array]:
-            """Add one query tile's share to the gradients of k and v; returns the tile's dq."""
-            q, cotangent, log_sum, delta, at_q = other
+        def absorb(sums: Grads, start: jax.Array) -> Grads:
+            """Add one tile of queries: to the gradients of this tile of keys, and to its own."""
+            of = lambda a: row_tiles.of(a, start)  # noqa: E731
+            at_q_tile, before = at_q.part(start, row_tiles.length), Grads(of(sums.q), sums.k, sums.v)
 
-            def visible() -> tuple[tuple, jax.Array]:
-                dq, dk, dv = _backward_tile(q, k, v, cotangent, log_sum, delta, at_q, at_k, window, scores)
-                return (total[0] + dk, total[1] + dv), dq
+            def visible() -> Grads:
+                more = _backward_tile(
+                    of(q), k_tile, v_tile, Result(*map(of, result)), at_q_tile, at_k_tile, window, scores
+                )
+                return jax.tree.map(jnp.add, before, more)
 
-            if q_tiles * k_tiles == 1:
-                return visible()
-            nothing = lambda: (total, jnp.zeros(q.shape, jnp.float32))  # noqa: E731
-            return jax.lax.cond(_any_visible(at_q, at_k, window), visible, nothing)
+            reached = _any_visible(at_q_tile, at_k_tile, window)
+            dq, dk, dv = visible() if always else jax.lax.cond(reached, visible, lambda: before)
+            return Grads(row_tiles.put(sums.q, dq, start), dk, dv)
 
-        (dk, dv), dq = _scan(absorb, zeros, queries)
-        return total_dq + dq, (dk, dv)
+        sums = row_tiles.fold(absorb, Grads(total.q, own(total.k), own(total.v)))
+        return Grads(sums.q, column_tiles.put(total.k, sums.k, start), column_tiles.put(total.v, sums.v, start))
 
-    dq = jnp.zeros((q_tiles, q.shape[0], q.shape[1] // q_tiles, *q.shape[2:]), jnp.float32)
-    dq, (dk, dv) = _scan(column, dq, _tiles(k_tiles, k, v, at_k))
-    return Grads(_join(dq), _join(dk), _join(dv))
+    return column_tiles.fold(column, total)
 
 
 def _forward_tile(
@@ -151,17 +193,17 @@ def _forward_tile(
 
 
 def _backward_tile(
-    q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array, log_sum: jax.Array, delta: jax.Array,
-    at_q: Place, at_k: Place, window: jax.Array | None, scores: Scores,
+    q: jax.Array, k: jax.Array, v: jax.Array, result: Result, at_q: Place, at_k: Place, window: jax.Array | None,
+    scores: Scores,
 ) -> Grads:  # fmt: skip
     G, groups = k.shape[2], (k.shape[2], q.shape[2] // k.shape[2])
     s_BGRTS, slope = _scores(q, k, scores)
     by_head = lambda a: jnp.moveaxis(a.reshape(*a.shape[:2], *groups), 1, -1)[..., None]  # noqa: E731
     allowed = _visible(at_q, at_k, window)[:, None, None]
-    p_BGRTS = jnp.where(allowed, jnp.exp(s_BGRTS - by_head(log_sum)), 0.0)
-    do_BTGRK = cotangent.reshape(*q.shape[:2], *groups, -1)
+    p_BGRTS = jnp.where(allowed, jnp.exp(s_BGRTS - by_head(result.log_sum)), 0.0)
+    do_BTGRK = result.cotangent.reshape(*q.shape[:2], *groups, -1)
     dp_BGRTS = jnp.einsum("BTGRK,BSGK->BGRTS", do_BTGRK, v, preferred_element_type=jnp.float32)
-    ds_BGRTS = p_BGRTS * (dp_BGRTS - by_head(delta)) * scores.scale
+    ds_BGRTS = p_BGRTS * (dp_BGRTS - by_head(result.delta)) * scores.scale
     if slope is not None:
         ds_BGRTS = ds_BGRTS * slope
     p_BGRTS, ds_BGRTS = p_BGRTS.astype(v.dtype), ds_BGRTS.astype(q.dtype)
@@ -197,34 +239,40 @@ def _any_visible(at_q: Place, at_k: Place, window: jax.Array | None) -> jax.Arra
     return reached if window is None else reached & (at_q.index.min() - at_k.index.max() < window)
 
 
-def _cut(length: int, tile: int) -> int:
-    """Number of equal tiles of at most `tile` tokens."""
-    return next(num for num in range(max(1, -(-length // tile)), length + 1) if length % num == 0)
+def loop(num: int, body: Callable[[Carry, jax.Array], Carry], carry: Carry) -> Carry:
+    """`body` applied to 0, ..., num - 1 in turn; a single step is written out and reads better in a profile.
+
+    A while loop and not a scan: rematerialisation splits a scan into what the inputs touch and what they do not, and
+    would keep the masks of all tiles, which depend on positions alone.
+    """
+    if num <= 1:
+        return body(carry, jnp.int32(0)) if num else carry
+    step = lambda state: (state[0] + 1, body(state[1], state[0]))  # noqa: E731
+    return jax.lax.while_loop(lambda state: state[0] < num, step, (jnp.int32(0), carry))[1]
 
 
-def _tiles(num: int, *values: jax.Array | Place) -> tuple:
-    """[B, T, ...] -> [tiles, B, T / tiles, ...]."""
+class _Tiles(NamedTuple):
+    """A stretch of dim 1 of an array, in `num` tiles of `length` tokens."""
 
-    def cut(a: jax.Array) -> jax.Array:
-        return jnp.moveaxis(a.reshape(a.shape[0], num, a.shape[1] // num, *a.shape[2:]), 1, 0)
+    start: int | jax.Array
+    num: int
+    length: int
 
-    def cut_any(value: jax.Array | Place) -> jax.Array | Place:
-        if not isinstance(value, Place):
-            return cut(value)
-        return Place(value.index.reshape(num, -1), None if value.segments is None else cut(value.segments))
+    def of(self, a: jax.Array, start: jax.Array) -> jax.Array:
+        """The tile of [B, T, ...] that begins at `start`."""
+        return jax.lax.dynamic_slice_in_dim(a, start, self.length, axis=1)
 
-    return tuple(cut_any(value) for value in values)
+    def put(self, a: jax.Array, tile: jax.Array, start: jax.Array) -> jax.Array:
+        """[B, T, ...] with that tile replaced."""
+        return jax.lax.dynamic_update_slice_in_dim(a, tile, start, axis=1)
+
+    def fold(self, body: Callable[[Carry, jax.Array], Carry], carry: Carry) -> Carry:
+        """`body` applied at the start of every tile in turn; a single one is written out and reads better."""
+        return loop(self.num, lambda carry, i: body(carry, self.start + i * self.length), carry)
 
 
-def _join(a: jax.Array) -> jax.Array:
-    """[tiles, B, T / tiles, ...] -> [B, T, ...]."""
-    a = jnp.moveaxis(a, 0, 1)
-    return a.reshape(a.shape[0], a.shape[1] * a.shape[2], *a.shape[3:])
-
-
-def _scan(body, carry, xs):  # noqa: ANN001, ANN202 (as jax.lax.scan)
-    """`jax.lax.scan`; a single step is written out, which compiles faster and reads better in a profile."""
-    if jax.tree.leaves(xs)[0].shape[0] > 1:
-        return jax.lax.scan(body, carry, xs)
-    carry, y = body(carry, jax.tree.map(lambda a: a[0], xs))
-    return carry, jax.tree.map(lambda a: a[None], y)
+def _cut(stretch: Stretch | None, a: jax.Array, scores: Scores) -> _Tiles:
+    """A stretch of [B, T, ...] in equal tiles of at most `scores.tile` tokens."""
+    start, length = stretch or Stretch(0, a.shape[1])
+    num = next(num for num in range(max(1, -(-length // scores.tile)), length + 1) if length % num == 0)
+    return _Tiles(start, num, length // num)

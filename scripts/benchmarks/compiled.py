@@ -41,7 +41,7 @@ class Row:
     def line(self) -> str:
         """For a terminal."""
         low, high = self.limits
-        mark = "ok" if low <= self.found <= high else "OUTSIDE"
+        mark = "ok" if low <= self.found <= high else "ABOVE" if self.found > high else "BELOW"
         return f"{self.name:66} {self.found:10.4g}  in [{low:.4g}, {high:.4g}] {mark:8} {self.detail}"
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -26,6 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import context
 from jaxpar.config import Config, ModelConfig, ParallelConfig
+from jaxpar.context import ring
+from jaxpar.context.tiles import Place
 
 HEADS, KV_HEADS, HEAD_DIM, BYTES = 8, 4, 64, 2
 MODES = ("ring", "all_to_all", "all_gather")
@@ -46,15 +49,17 @@ def _work() -> Iterator[Row]:
         yield Row(f"causal work, most over least, ring of {places}", max(work) / min(work), (1.0, 1.1), detail)
 
 
-def _attention(mode: str, size: int, length: int, *, gradient: bool, kv_heads: int = KV_HEADS) -> Compiled:
-    """One attention of one row, bfloat16, compiled for `size` GPUs."""
+def _attention(
+    mode: str, size: int, length: int, *, gradient: bool, kv_heads: int = KV_HEADS, stage: int = 1
+) -> Compiled:
+    """One attention of one row, bfloat16, compiled for `size` GPUs; as in a pipeline if `stage` is more than 1."""
     mesh = mesh_of({"context": size})
     config = Config(
         seq_len=length,
         model=ModelConfig(num_heads=HEADS, num_kv_heads=kv_heads, head_dim=HEAD_DIM, vocab_size=128),
         parallel=ParallelConfig(data=1, context=size, context_mode=mode),  # pyright: ignore[reportArgumentType]
     )
-    plan = context.choose(config, context=size, tensor=1, stage=1)
+    plan = context.choose(config, context=size, tensor=1, stage=stage)
     assert plan is not None
     spec = P(None, "context", None, None)
 
@@ -85,8 +90,9 @@ def _wire() -> Iterator[Row]:
                 "all_gather": (size - 1) * 2 * KV_HEADS * head,
                 "all_to_all": (size - 1) / size * 2 * (HEADS + kv_heads) * head,
             }[mode]
-            found = sum(_attention(mode, size, length, gradient=False).wire_bytes.values())
-            yield Row(f"bytes sent over the textbook's, {mode}, {size} GPUs", found / textbook, (0.99, 1.01))
+            for stage, where in ((1, ""), (2, " in a pipeline")) if mode == "ring" else ((1, ""),):
+                found = sum(_attention(mode, size, length, gradient=False, stage=stage).wire_bytes.values())
+                yield Row(f"bytes sent over the textbook's, {mode}{where}, {size} GPUs", found / textbook, (0.99, 1.01))
 
 
 def _against_sequence_parallel() -> Iterator[Row]:
@@ -99,15 +105,53 @@ def _against_sequence_parallel() -> Iterator[Row]:
 
 
 def _memory() -> Iterator[Row]:
-    """Temporary bytes of forward and backward x the axis, relative to a smaller axis.
+    """Temporary bytes x the axis over those of one device with the same kernel: at most 1.1 where they fall with it.
 
-    A ring of two needs no loop and less room, so the ring is compared from four on.
+    Of forward and backward of two rematerialised layers of attention, without the gradients of the weights, which are
+    the same on every axis. All keys and values are with every device under all_gather, so it has no rows.
     """
     for length in (32_768, 131_072):
-        for mode, least in (("ring", 4), ("all_to_all", 2)):
-            first = _attention(mode, least, length, gradient=True, kv_heads=HEADS).temp_bytes * least
-            found = _attention(mode, 8, length, gradient=True, kv_heads=HEADS).temp_bytes * 8 / first
-            yield Row(f"temp bytes x axis, {mode}, {length} tokens, 8 GPUs over {least}", found, (0.9, 1.1))
+        for kv_heads in (32, 8):
+            alone = _layers("ring", 1, length, kv_heads)
+            for mode, size in itertools.product(("ring", "all_to_all"), (2, 4, 8)):
+                found = _layers(mode, size, length, kv_heads) * size / alone
+                name = f"temp bytes x axis over one GPU's, {mode}, {length} tokens, {kv_heads} KV heads, {size} GPUs"
+                yield Row(name, found, (0.0, 1.1))
+
+
+def _layers(mode: str, size: int, length: int, kv_heads: int) -> int:
+    """Temporary bytes of two layers of 32 heads of 128 features in a narrow stream, bfloat16."""
+    heads, width, head_dim = 32, 512, 128
+    mesh = mesh_of({"context": size})
+    config = Config(
+        seq_len=length,
+        model=ModelConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, vocab_size=128),
+        parallel=ParallelConfig(data=1, context=size, context_mode=mode),  # pyright: ignore[reportArgumentType]
+    )
+    plan = context.choose(config, context=size, tensor=1, stage=1)
+    scores, spec = context.Scores(head_dim**-0.5), P(None, "context", None, None)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if plan is None:
+            place = Place(jnp.arange(length), None)
+            return ring.whole(q, k, v, place, place, None, None, scores)
+        return context.attend(q, k, v, None, None, scores=scores, plan=plan, mesh=mesh, q_spec=spec, kv_spec=spec)
+
+    @jax.checkpoint
+    def layer(stream: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        q, k, v = (jnp.einsum("BTD,DHK->BTHK", stream, weight) for weight in weights[:3])
+        return stream + jnp.einsum("BTHK,HKD->BTD", attend(q, k, v), weights[3]), None
+
+    def backward(stream: jax.Array, weights: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda stream: jax.lax.scan(layer, stream, weights)[0], stream)
+        return out, *pull(cotangent)
+
+    def make(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    into = [make(P(), 2, width, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    stream = make(P(None, "context"), 1, length, width)
+    return compile_for(backward, mesh, stream, (*into, make(P(), 2, heads, head_dim, width)), stream).temp_bytes
 
 
 if __name__ == "__main__":
