@@ -6,6 +6,7 @@ accumulation or from a pipeline, because every gradient function returns sums. `
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ class StepRules(NamedTuple):
 def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step on a global batch of [B, T] arrays.
 
-    A step whose loss or gradient norm is not finite, or that has no trained token, changes nothing but the counters.
+    A step whose loss, gradient norm or auxiliary sums are not finite, or that has no trained token, changes nothing but
+    the counters.
     """
     row_keys = row_keys_of(rules.seed, state.step, batch["tokens"].shape[0]) if rules.dropout else None
     scale = state.loss_scale.scale
@@ -50,27 +52,24 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
     tokens = jnp.maximum(sums.tokens, 1.0)
     factor = 1.0 / (tokens * scale)
     loss, grad_norm = sums.loss / tokens, factor * optax.tree.norm(grads)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    auxiliary = _auxiliary(sums.aux, tokens)
+    finite = jnp.isfinite(jnp.stack([loss, grad_norm, *auxiliary.values()])).all()
     applied = finite & (sums.tokens > 0)
 
     if (limit := rules.clip_norm) is not None:
         factor = factor * jnp.minimum(1.0, limit / jnp.maximum(grad_norm, 1e-30))
 
-    old: Any = state.params
     mean = jax.tree.map(lambda g: g * factor, grads)
-    updates, opt_state = rules.optimizer.update(mean, state.opt_state, old)
-    params = optax.apply_updates(old, updates)
-
-    # Selects, not a conditional: XLA:GPU would copy the whole state around it.
-    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)  # noqa: E731
+    update = functools.partial(_updated, rules.optimizer, mean)
+    params, opt_state = _only_if(applied, update, (state.params, state.opt_state))
     new_state = TrainState(
         step=state.step + 1,
         updates=state.updates + applied,
         skipped=jnp.where(finite, 0, state.skipped + 1),
         skipped_total=state.skipped_total + ~finite,
         loss_scale=_next_scale(state.loss_scale, finite) if rules.loss_scaling else state.loss_scale,
-        params=keep(params, old),
-        opt_state=keep(opt_state, state.opt_state),
+        params=params,
+        opt_state=opt_state,
     )
     metrics = {
         "loss": loss,
@@ -80,9 +79,33 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
         "skipped": new_state.skipped,
         "skipped_total": new_state.skipped_total,
         "loss_scale": new_state.loss_scale.scale,
-        **_auxiliary(sums.aux, tokens),
+        **auxiliary,
     }
     return new_state, metrics
+
+
+def _updated(optimizer: optax.GradientTransformation, grads: Any, old: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Parameters and optimizer state after one update."""
+    params, opt_state = old
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def _only_if(applied: jax.Array, update: Callable[[Any], Any], old: Any) -> Any:
+    """`update(old)` where `applied`, else `old`, bit for bit.
+
+    By selects, as XLA:GPU copies the whole state around a conditional; on CPUs it is the selects that copy it.
+    """
+    select, branch = (functools.partial(way, update=update) for way in (_select, _branch))
+    return jax.lax.platform_dependent(applied, old, cpu=branch, default=select)
+
+
+def _select(applied: jax.Array, old: Any, update: Callable[[Any], Any]) -> Any:
+    return jax.tree.map(lambda new, old: jnp.where(applied, new, old), update(old), old)
+
+
+def _branch(applied: jax.Array, old: Any, update: Callable[[Any], Any]) -> Any:
+    return jax.lax.cond(applied, update, lambda old: old, old)
 
 
 def value_and_grad(params: Transformer, batch: Batch, row_keys: jax.Array | None, scale: jax.Array, sharder: Sharder) \

@@ -44,7 +44,9 @@ def test_every_layout(name: str, references: References):
 
 def test_sweep_is_wide():
     tried = [mesh for mesh, _, _ in MESHES.values()]
-    assert {(mesh["expert"], mesh.get("data", 1)) for mesh in tried} >= {(e, d) for e in (1, 2, 4) for d in (1, 2)}
+    assert {(mesh.get("expert", 1), mesh.get("data", 1)) for mesh in tried} >= {
+        (e, d) for e in (1, 2, 4) for d in (1, 2)
+    }
     assert {mesh.get("zero", 0) for mesh in tried} == {0, 1, 2, 3}
     assert len(tried) >= 35
 
@@ -119,6 +121,22 @@ def logits_of(rows: int = 3, length: int = 16, experts: int = 8) -> jax.Array:
 
 
 ALL = jnp.ones((3, 16), bool)
+
+
+def test_largest_is_top_k_with_its_order_of_equal_values():
+    values = jnp.round(logits_of(experts=16) * 2) / 2 + 0.25  # many are equal, none is -0
+    np.testing.assert_array_equal(moe_module.largest(values, 5), jax.lax.top_k(values, 5)[1])
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_every_device_routes_its_own_tokens(dispatch: str):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    moe = dataclasses.replace(DEEPSEEK, dispatch=dispatch)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    logits, valid = jax.device_put((logits_of(rows=8), jnp.ones((8, 16), bool)), rows)
+    routing = functools.partial(moe_module.route, bias=None, moe=moe, num_layers=2)
+    program = jax.jit(lambda logits, valid: routing(logits, valid).chosen, out_shardings=rows)
+    assert "all-" not in program.lower(logits, valid).compile().as_text()
 
 
 def test_softmax_weights_are_those_of_the_chosen_logits():

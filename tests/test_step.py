@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from layouts import References, tiny
 
+import jaxpar.step as step_module
 from jaxpar.build import build
 from jaxpar.config import LossConfig, OptimizerConfig
 from jaxpar.errors import UserError
@@ -62,8 +63,9 @@ def test_batch_without_a_trained_token_changes_nothing():
     assert all(np.array_equal(value, before[name]) for name, value in named(state.params).items())
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_step_that_is_not_finite_is_skipped_everywhere_and_counted(bad):
+@pytest.mark.parametrize(("bad", "way"), [(np.nan, "_branch"), (np.inf, "_select")])  # as on CPUs, and as elsewhere
+def test_step_that_is_not_finite_is_skipped_everywhere_and_counted(bad, way, monkeypatch):
+    monkeypatch.setattr(step_module, "_branch", getattr(step_module, way))
     config = tiny(parallel={"data": 4, "tensor": 2, "zero": 1}, optimizer=OptimizerConfig(learning_rate=0.1))
     built = build(config)
     honest = built.grad_fn
@@ -91,6 +93,14 @@ def test_step_that_is_not_finite_is_skipped_everywhere_and_counted(bad):
     state, metrics = step(state, put(built, good))
     assert (int(metrics["skipped"]), int(metrics["skipped_total"])) == (0, 1)
     assert int(state.updates) == 2
+
+
+def test_skipping_is_a_conditional_on_cpus_and_selects_on_gpus():
+    built = build(tiny(), jax.devices()[:1])
+    traced = built.step.trace(built.abstract_state, built.abstract_batch)
+    # the choice of the platform is two conditionals on constants, which XLA resolves
+    programs = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
+    assert {name: text.count("stablehlo.case") for name, text in programs.items()} == {"cpu": 3, "cuda": 2}
 
 
 def test_fp16_scale_halves_on_overflow_and_grows_later():

@@ -3,7 +3,8 @@
 Every expert gets a buffer with room for an eighth more than an even share of the tokens, so that the experts are one
 batched matmul (a grouped matmul becomes a dense one over all experts on GPUs). What does not fit waits for further,
 smaller rounds of a loop that usually runs a few times or not at all. With experts on several devices, every round
-sends its buffers by one all-to-all and gets them back by another.
+sends its buffers by one all-to-all and gets them back by another; rounds follow one another through their data, since
+XLA:CPU may run a loop beside what does not depend on it, and exchanges of both would meet in one rendezvous.
 Dims: N tokens, k choices of a token, E experts, C buffer size, D embed, F expert hidden.
 """
 
@@ -108,8 +109,8 @@ def feed(
     y = _round(x, weights, experts, claims, jnp.int32(0), size, activation, across)
     if size < x.shape[0]:
         later = math.ceil(size * LATER / MULTIPLE) * MULTIPLE
-        more: Any = _later_rounds(x, weights, experts, claims, size, later, activation, across)
-        y = y + more
+        with_more: Any = _later_rounds(x, weights, experts, y, claims, size, later, activation, across)
+        return with_more
     return y
 
 
@@ -134,26 +135,27 @@ def _project(slots: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax
     return hidden if bias is None else hidden + bias[:, None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def _later_rounds(
-    x: jax.Array, weights: jax.Array, experts: Experts, claims: Claims, first: int, size: int, activation: Activation,
-    across: Across,
+    x: jax.Array, weights: jax.Array, experts: Experts, y: jax.Array, claims: Claims, first: int, size: int,
+    activation: Activation, across: Across,
 ) -> jax.Array:  # fmt: skip
-    """All rounds from rank `first` on. As many as the fullest expert needs on any of the devices that exchange."""
+    """`y` and all rounds from rank `first` on: as many as the fullest expert needs on any device that exchanges."""
     last = across.largest(claims.counts.max())
 
     def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rank, y = carry
         return rank + size, y + _round(x, weights, experts, claims, rank, size, activation, across)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < last, body, (jnp.int32(first), jnp.zeros_like(x)))[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < last, body, (jnp.int32(first), y))[1]
 
 
 def _later_forward(
-    x: jax.Array, weights: jax.Array, experts: Experts, claims: Claims, first: int, size: int, activation: Activation,
-    across: Across,
+    x: jax.Array, weights: jax.Array, experts: Experts, y: jax.Array, claims: Claims, first: int, size: int,
+    activation: Activation, across: Across,
 ) -> tuple[jax.Array, tuple]:  # fmt: skip
-    return _later_rounds(x, weights, experts, claims, first, size, activation, across), (x, weights, experts, claims)
+    y = _later_rounds(x, weights, experts, y, claims, first, size, activation, across)
+    return y, (x, weights, experts, claims)
 
 
 def _later_backward(
@@ -173,7 +175,9 @@ def _later_backward(
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (x, weights, experts))
     total = jax.lax.while_loop(lambda carry: carry[0] < last, body, (jnp.int32(first), zeros))[1]
-    return *jax.tree.map(lambda a, b: a.astype(b.dtype), total, (x, weights, experts)), None
+    dx, dweights, dexperts = jax.tree.map(lambda a, b: a.astype(b.dtype), total, (x, weights, experts))
+    # No count is negative, but only data keeps the first round's backward pass waiting for this loop.
+    return dx, dweights, dexperts, jnp.where(last < 0, dx, cotangent), None
 
 
 _later_rounds.defvjp(_later_forward, _later_backward)

@@ -104,7 +104,7 @@ def route(logits: jax.Array, valid: jax.Array, bias: jax.Array | None, moe: MoeC
     preference = jax.lax.stop_gradient(scores if bias is None else scores + bias)
     if moe.num_groups > 1:
         preference = _only_best_groups(preference, moe)
-    chosen = jax.lax.top_k(preference, moe.experts_per_token)[1].astype(jnp.int32)
+    chosen = largest(preference, moe.experts_per_token)
     is_chosen = chosen[..., None] == jnp.arange(moe.num_experts)  # [B, T, k, E]
     chosen_scores = weights = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), -1)
     if moe.normalize_weights:
@@ -118,11 +118,27 @@ def route(logits: jax.Array, valid: jax.Array, bias: jax.Array | None, moe: MoeC
     return Routing(jnp.where(kept, chosen, moe.num_experts), jnp.where(kept, weights, 0.0), aux)
 
 
+def largest(values: jax.Array, count: int) -> jax.Array:
+    """Places int32 [..., count] of the largest of `values` [..., E], in falling order, of equal ones the first first.
+
+    As `lax.top_k`, which XLA does not partition: every device would gather and sort the scores of all tokens.
+    """
+    places = jnp.arange(values.shape[-1], dtype=jnp.int32)
+    found = []
+    for _ in range(count):
+        is_largest = values == values.max(-1, keepdims=True)
+        place = jnp.where(is_largest, places, values.shape[-1]).min(-1)
+        values = jnp.where(places == place[..., None], -jnp.inf, values)
+        found.append(place)
+    return jnp.stack(found, -1)
+
+
 def _only_best_groups(preference: jax.Array, moe: MoeConfig) -> jax.Array:
     """Experts outside the best groups become impossible; a group counts by the sum of its two best (DeepSeek-V3)."""
     grouped = preference.reshape(*preference.shape[:-1], moe.num_groups, -1)
-    best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-    best = jax.lax.top_k(best_two, moe.groups_per_token)[1]
+    two = largest(grouped, min(2, grouped.shape[-1]))
+    is_of_two = (two[..., None] == jnp.arange(grouped.shape[-1])).any(-2)
+    best = largest(jnp.where(is_of_two, grouped, 0.0).sum(-1), moe.groups_per_token)
     allowed = (best[..., None] == jnp.arange(moe.num_groups)).any(-2)
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(preference.shape)
 
