@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.manual import split_by_hand
+from jaxpar.manual import entry_axes, split_by_hand
 
 EXPERT, TENSOR = "expert", "tensor"
 
@@ -27,7 +27,7 @@ def run_experts(
     Its outputs are partial sums over the tensor shards of the experts' hidden features; they are added up, and where
     `y_spec` splits the sequence over `tensor` too, each shard gets its part alone.
     """
-    scattered = TENSOR in _names(y_spec[1])
+    scattered = TENSOR in entry_axes(y_spec[1])
 
     def body(x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Any) -> jax.Array:
         y = kernel(x, chosen, weights, experts, (EXPERT, mesh.shape[EXPERT]))
@@ -55,7 +55,3 @@ def _sum_of_parts(y: jax.Array, shards: int) -> jax.Array:
 _sum_of_parts.defvjp(
     lambda y, shards: (_sum_of_parts(y, shards), None), lambda shards, _, cotangent: (cotangent * shards,)
 )
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

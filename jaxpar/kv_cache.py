@@ -7,6 +7,7 @@ Dims: L layers, B batch, T new positions, S slots of the cache, H query heads, G
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def extend(
     token before it is overwritten.
     """
     batch = {"tokens": tokens, "positions": positions, "segment_ids": real.astype(jnp.int32)}
-    side = model.side(batch)._replace(compressed=True)
+    side = dataclasses.replace(model.side(batch), compressed=True)
 
     def layer(x: jax.Array, xs: tuple[Any, Any, Cache]) -> tuple[jax.Array, Cache]:
         block, traits, own = xs

@@ -37,3 +37,8 @@ def sum_over(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
         cpu=lambda x: jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype),
         default=lambda x: jax.lax.psum(x, axes),
     )
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a `PartitionSpec` names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -19,6 +19,7 @@ LOGICAL_AXES: dict[str, str] = {
     "vocab": "rows of the vocabulary, padded",
     "position": "rows of a learned position table",
     "layer": "stacked layers",
+    "leading": "stacked layers without experts, before those that have them",
     "expert": "experts",
     "choice": "what a router chooses from: the experts, never split",
     "latent": "compressed features of multi-head latent attention",
@@ -28,7 +29,7 @@ LOGICAL_AXES: dict[str, str] = {
 }
 
 # Leading dims that repeat a leaf; they never make a vector a matrix.
-STACKED = ("stage", "chunk", "layer", "expert")
+STACKED = ("stage", "chunk", "layer", "leading", "expert")
 # Names that together span one side of a projection: (heads, head_dim) of a bias is one vector.
 SIDES = {"heads": "projection", "kv_heads": "projection", "head_dim": "projection"}
 

@@ -33,6 +33,7 @@ from jax.typing import DTypeLike
 from jaxpar import context, expert_parallel
 from jaxpar.config import Config, ParallelConfig
 from jaxpar.errors import UserError
+from jaxpar.manual import entry_axes
 from jaxpar.mesh import BATCH_AXES
 from jaxpar.names import STACKED, is_matrix
 
@@ -81,12 +82,12 @@ def resolve(axes: Iterable[str], shape: tuple[int, ...], rules: Rules, mesh: Mes
         raise UserError(f"{what}: {len(axes)} logical axes {axes} for {len(shape)} dims {shape}")
     spec = rules.spec(axes, what)
     for name, dim, group in zip(axes, shape, spec, strict=True):
-        parts = _size(mesh, _group(group))
+        parts = _size(mesh, entry_axes(group))
         if dim % parts:
-            sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in _group(group))
+            sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in entry_axes(group))
             raise UserError(
                 f"{what}: dim {name} = {dim} does not divide by {sizes}; "
-                f"choose a multiple of {parts}, or a smaller parallel.{' or parallel.'.join(_group(group))}"
+                f"choose a multiple of {parts}, or a smaller parallel.{' or parallel.'.join(entry_axes(group))}"
             )
     return spec
 
@@ -107,6 +108,7 @@ def default_rules(parallel: ParallelConfig, *, kv_heads_split: bool = True) -> R
             "vocab": "tensor",
             "position": None,
             "layer": None,
+            "leading": None,
             "expert": "expert",
             "choice": None,
             "latent": None,
@@ -171,9 +173,14 @@ class Layout:
             axes = variable.axes[len(variable.axes) - value.ndim :]  # a scan has taken the leading stacked dims
             dtype = self.compute_dtype if is_matrix(axes) else value.dtype
             placed = self.placement(axes, value.shape, "weight")
-            return variable.replace(_gather(value, dtype, placed, self.mesh, reduce_first=lookup))
+            reduce_first = lookup or self.reduces_whole(placed.compute)
+            return variable.replace(_gather(value, dtype, placed, self.mesh, reduce_first=reduce_first))
 
         return map_parameters(place, module)
+
+    def reduces_whole(self, compute: P) -> bool:
+        """Whether the gradient of a weight of this compute mapping is summed before it is sliced."""
+        return False
 
     def attend(
         self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, rules: Any
@@ -231,7 +238,7 @@ class Layout:
 
     def _split_further(self, axes: tuple[str, ...], shape: tuple[int, ...], compute: P, path: str) -> P:
         """`compute` with one dim split over the zero axes too: `embed` where it divides, else the largest that does."""
-        groups = [_group(group) for group in compute]
+        groups = [entry_axes(group) for group in compute]
         used = {axis for group in groups for axis in group}
         extra = tuple(axis for axis in self.zero_axes if axis not in used)
         parts = _size(self.mesh, extra)
@@ -335,12 +342,8 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 def shard_bytes(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh) -> int:
     """Bytes that one device holds of an array."""
-    parts = math.prod(_size(mesh, _group(group)) for group in spec)
+    parts = math.prod(_size(mesh, entry_axes(group)) for group in spec)
     return math.prod(shape) * jnp.dtype(dtype).itemsize // parts
-
-
-def _group(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _spec(groups: Iterable[tuple[str, ...]]) -> P:
@@ -362,8 +365,8 @@ def _gather(x: jax.Array, dtype: DTypeLike, placed: Placement, mesh: Mesh, *, re
 
     One primitive, so that a checkpoint policy can tell the result from activations and not keep it.
 
-    `reduce_first`: the gradient comes from a scatter of rows, which the partitioner can only split along the
-    embedding by replicating the batch; so it is summed in the compute mapping first and then sliced.
+    `reduce_first`: the gradient is summed in the compute mapping and then sliced. For one that comes from a scatter of
+    rows, which the partitioner can only split along the embedding by replicating the batch.
     """
     forward, backward = placed.compute, placed.gradient
 

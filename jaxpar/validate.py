@@ -323,6 +323,21 @@ def _vocabulary(config: Config, sizes: Sizes) -> Iterator[str]:
         yield f"model.vocab_multiple = {multiple} is not divisible by {_product(factors)}; use {works}"
 
 
+def mixed_stages(config: Config, *, splits_weights: bool) -> Iterator[str]:
+    """What stages that hold layers of two kinds cannot do."""
+    where = f"with parallel.stage = {config.parallel.stage} and model.moe.first_dense = {config.model.moe.first_dense}"
+    if config.remat != "full":
+        yield (
+            f'remat = "{config.remat}" {where}: stages skip the slots of layers that they do not have, and keep only '
+            'the inputs of those that they have; use remat = "full"'
+        )
+    if splits_weights:
+        yield (
+            f"pipeline.schedule = {config.pipeline.schedule} {where}: the two halves of the backward pass cannot be "
+            'told apart in slots that may be skipped; use "fused" or "1f1b"'
+        )
+
+
 def _pipeline(config: Config, sizes: Sizes) -> Iterator[str]:
     stage, pipeline = sizes["stage"] or 1, config.pipeline
     if stage == 1:
@@ -342,6 +357,8 @@ def _pipeline(config: Config, sizes: Sizes) -> Iterator[str]:
             f"pipeline.schedule = {schedule} has one chunk a stage, but pipeline.chunks = {pipeline.chunks}; "
             "use pipeline.chunks = 1, or pipeline.schedule = fused or interleaved"
         )
+    if config.model.moe.num_experts and config.model.moe.first_dense:
+        yield from mixed_stages(config, splits_weights=schedule == "zb_h1")
     if schedule in SCHEDULES:
         return
     if Path(pipeline.schedule).suffix != ".csv":

@@ -51,6 +51,7 @@ def built_for(name: str, pipeline: bool = False, mode: Any = "auto", **parallel:
         seq_len=24,
         global_batch=2,
         parallel=ParallelConfig(**degrees),
+        remat="full" if pipeline and model_of(DATA / name).moe.first_dense else "none",
         pipeline=PipelineConfig(schedule="1f1b", microbatches=2) if pipeline else PipelineConfig(),
     )
     count = math.prod(size for axis, size in parallel.items() if axis != "zero")

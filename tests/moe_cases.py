@@ -54,12 +54,22 @@ def meshes() -> dict[str, tuple[dict[str, Any], MoeConfig, dict[str, Any]]]:
             found[f"stages-expert{expert}-zero{zero}"] = mesh, MOE, {"global_batch": 16, "seq_len": 32}
     mesh = {"stage": 2, "expert": 2, "tensor": 2, "sequence_parallel": True}
     found["stages-tensor"] = mesh, DEEPSEEK, {"global_batch": 16, "seq_len": 32}
+    for zero in (2, 3):
+        mesh = {"stage": 2, "data": 2, "tensor": 2, "zero": zero, "sequence_parallel": zero == 2}
+        found[f"stages-data-tensor-zero{zero}"] = mesh, DEEPSEEK, {"global_batch": 16, "seq_len": 32}
     # The shape of DeepSeek-V3: latent attention, a leading dense layer, groups, a shared expert.
     latent = {"latent": LatentConfig(kv_rank=16, query_rank=24, rope_dim=4, value_dim=6), "num_kv_heads": None}
     for mode in ("ring", "all_to_all"):
         mesh = {"expert": 2, "context": 2, "tensor": 2, "context_mode": mode, "zero": 3}
         deepseek = dataclasses.replace(DEEPSEEK, first_dense=1)
         found[f"latent-{mode}"] = mesh, deepseek, {"model": {"num_layers": 3} | latent}
+    few = {"global_batch": 16, "seq_len": 32, "remat": "full"}
+    for name, mesh in {
+        "zero3": {"stage": 2, "data": 2, "tensor": 2, "zero": 3},
+        "experts": {"stage": 2, "expert": 2, "tensor": 2, "sequence_parallel": True},
+        "context": {"stage": 2, "expert": 2, "context": 2, "zero": 2, "context_mode": "all_gather"},
+    }.items():
+        found[f"latent-stages-{name}"] = mesh, deepseek, few | {"model": {"num_layers": 5} | latent}
     found["accumulation"] = {"expert": 2, "data": 2, "tensor": 2, "zero": 2}, MOE, {"accumulation": 2}
     found["dots"] = {"expert": 4, "data": 2, "zero": 3}, DEEPSEEK, {"remat": "dots", "model": {"dropout": 0.1}}
     return found

@@ -13,7 +13,7 @@ from hf_models import DATA, batch_of, model_of
 
 from jaxpar import validate
 from jaxpar.build import model_maker
-from jaxpar.config import Config, LoraConfig, OptimizerConfig, ParallelConfig, PipelineConfig
+from jaxpar.config import Config, LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig, PipelineConfig
 from jaxpar.errors import UserError
 from jaxpar.hf import load_params
 from jaxpar.hf.convert import abstract_params
@@ -149,19 +149,24 @@ PIPELINES = [
     pytest.param("interleaved", 2, {"stage": 2, "tensor": 2}, "full", "nf4", marks=pytest.mark.sweep),
     pytest.param("zb_h1", 1, {"stage": 2, "data": 2, "zero": 2}, "none", "float32", marks=pytest.mark.sweep),
     ("fused", 1, {"stage": 2, "data": 2}, "full", "nf4"),
+    pytest.param("fused", 1, {"stage": 2, "tensor": 2}, "full", "int8", marks=pytest.mark.sweep, id="leading-layer"),
 ]
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "parallel", "remat", "base_kind"), PIPELINES)
-def test_a_pipeline_trains_the_adapter_of_one_device(schedule, chunks, parallel, remat, base_kind):
+def test_a_pipeline_trains_the_adapter_of_one_device(schedule, chunks, parallel, remat, base_kind, request):
     """Same losses and the same adapter, in natural order; the frozen stages keep their bits."""
-    found = []
+    found, special = [], {}
+    lora = LORA
+    if "leading-layer" in request.node.name:  # and three with experts, which have no adapter
+        special = {"moe": MoeConfig(num_experts=4, expert_dim=16, first_dense=1)}
+        lora = dataclasses.replace(LORA, targets=("q", "v", "out"))
     for degrees in ({}, parallel):
         config = config_of(parallel={"data": 1} | degrees, remat=remat, seed=3)
-        model = dataclasses.replace(config.model, num_layers=4, window=None)
+        model = dataclasses.replace(config.model, num_layers=4, window=None, **special)
         settings = PipelineConfig(schedule=schedule, chunks=chunks, microbatches=2) if degrees else PipelineConfig()
         config = dataclasses.replace(
-            config, model=model, lora=dataclasses.replace(LORA, base=base_kind), global_batch=4, pipeline=settings
+            config, model=model, lora=dataclasses.replace(lora, base=base_kind), global_batch=4, pipeline=settings
         )
         count = degrees.get("stage", 1) * degrees.get("data", 1) * degrees.get("tensor", 1)
         tuning = make_tuning(config, jax.devices()[:count])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 
 import jax
@@ -16,7 +17,8 @@ from jaxpar.layout_check import put
 from jaxpar.mesh import make_mesh
 from jaxpar.models.sharder import UNSHARDED
 from jaxpar.pipeline import divergent_permutes
-from jaxpar.pipeline.model import layer_costs, make_pipeline, pick_schedule
+from jaxpar.pipeline.assign import layer_costs
+from jaxpar.pipeline.model import make_pipeline, pick_schedule
 from jaxpar.precision import precision
 from jaxpar.sharding import Placement, make_layout
 from jaxpar.step import row_keys_of, value_and_grad
@@ -105,6 +107,7 @@ class Run:
         assert max(errors.values()) < 1e-4, errors
 
 
+MIXED = MoeConfig(num_experts=4, expert_dim=8, balance_loss=0.1, router_z_loss=0.01, first_dense=2)
 EVERYTHING = {"tied": True, "dropout": 0.3, "embed_scale": 4.0, "logit_soft_cap": 5.0}
 QUICK = {
     "tied, dropout, z-loss, smoothing, chunked loss, tensor": {
@@ -119,7 +122,15 @@ QUICK = {
         "parallel": {"stage": 2, "data": 2, "tensor": 2, "zero": 3, "sequence_parallel": True}, "schedule": "1f1b",
         "microbatches": 2, "remat": "dots",
     },
+    "dense layers before those with experts": {
+        "model": {"num_layers": 5, "dropout": 0.2, "moe": MIXED}, "parallel": {"stage": 2, "expert": 2, "zero": 1},
+        "remat": "full",
+    },
     "zero bubble on unrolled layers": {"parallel": {"stage": 4, "zero": 1}, "schedule": "zb_h1"},
+    "ring of four": {
+        "model": {"num_layers": 2, "window": 6}, "parallel": {"stage": 2, "context": 4, "context_mode": "ring"},
+        "microbatches": 2, "remat": "full",
+    },
 }  # fmt: skip
 
 
@@ -147,6 +158,22 @@ def sweep():
     moe = {"moe": MoeConfig(num_experts=4, balance_loss=0.1, router_z_loss=0.01)}
     yield {"model": moe, "parallel": {"stage": 2, "expert": 2, "data": 2}, "microbatches": 2}
     yield {"model": moe, "parallel": {"stage": 4, "expert": 2}, "schedule": "1f1b", "microbatches": 4}
+    for layers, parallel, settings in (
+        (4, {"stage": 4, "zero": 1, "data": 2}, {"schedule": "gpipe"}),  # two stages of dense layers only
+        (7, {"stage": 2, "tensor": 2, "sequence_parallel": True}, {"schedule": "interleaved", "chunks": 2}),
+        (6, {"stage": 2, "data": 2, "tensor": 2, "zero": 3}, {"schedule": "1f1b"}),
+        (5, {"stage": 2, "context": 2, "expert": 2}, {"chunks": 2}),
+    ):
+        mixed = {"num_layers": layers, "moe": MIXED, "dropout": 0.1}
+        yield {"model": mixed, "parallel": parallel, "remat": "full", "microbatches": 4, **settings}
+    for (schedule, chunks), size in itertools.product(schedules, (2, 4)):
+        both = size == 4 and schedule in ("fused", "zb_h1")
+        yield {
+            "parallel": {"stage": 2, "context": size, "context_mode": "ring_all_to_all" if both else "ring"},
+            "model": {"num_heads": 2} if both else {}, "schedule": schedule, "chunks": chunks, "microbatches": 2,
+        }  # fmt: skip
+    yield {"parallel": {"stage": 2, "context": 4, "context_mode": "ring"}, "schedule": "zb_h1", "microbatches": 2}
+    yield {"parallel": {"stage": 4, "context": 2, "context_mode": "ring"}, "microbatches": 4}
     for layers, stages, chunks in ((10, 3, 1), (30, 4, 1), (30, 4, 2), (9, 8, 1)):
         yield {"model": {"num_layers": layers}, "parallel": {"stage": stages}, "chunks": chunks}
 
@@ -198,7 +225,7 @@ def test_automatic_schedule_and_layer_costs():
     assert auto().name == "fused"
     assert (auto(chunks=2).name, auto(chunks=2).chunks) == ("fused", 2)
     window = config_of(model={"num_layers": 4, "window": 4, "window_pattern": (True, False)}, seq_len=64)
-    costs = layer_costs(window)
+    costs = layer_costs(window.model, window.seq_len)
     assert costs[1] == costs[3] == 1.0
     assert costs[0] == costs[2] < 1.0
     with pytest.raises(UserError, match=r"pipeline\.microbatches=3"):

@@ -179,3 +179,28 @@ def test_help_does_not_import_jax():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "parallel.tensor" in done.stdout
+
+
+@pytest.mark.sweep
+def test_dense_and_expert_layers_move_between_pipeline_and_experts(tmp_path):
+    """Eight steps on stages, four more on experts, against twelve on experts; real text, so experts fill unevenly."""
+    common = [
+        "--devices=8", "--config.precision=float32", "--config.remat=full", "--config.model.moe.num_experts=4",
+        "--config.model.moe.expert_dim=64", "--config.model.moe.first_dense=1", "--config.model.moe.balance_loss=0.01",
+        "--config.optimizer.schedule=constant", "--config.optimizer.warmup_steps=2", "--config.log_interval=1",
+        "--config.eval_interval=None",
+        "--config.data.log_samples=True", "--config.checkpoint.interval=8", "--config.parallel.data=2",
+        "--config.parallel.tensor=2",
+    ]  # fmt: skip
+    stages = ["--config.parallel.stage=2", "--config.parallel.zero=1", "--config.pipeline.microbatches=4"]
+    experts = ["--config.parallel.expert=2"]
+    found = {}
+    for name, parts in {"moved": [(8, stages), (12, experts)], "unbroken": [(12, experts)]}.items():
+        folder = tmp_path / name
+        for steps, layout in parts:
+            run = script("train", f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}",
+                         f"--config.steps={steps}", *common, *layout)  # fmt: skip
+            assert run.returncode == 0, run.stderr[-3000:]
+        found[name] = [row["loss"] for row in rows_of(folder / "metrics.jsonl") if "loss" in row]
+    assert len(found["unbroken"]) == 12
+    np.testing.assert_allclose(found["moved"], found["unbroken"], rtol=1e-5)

@@ -176,6 +176,16 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         {"pipeline.schedule": "gpipe"},
     ),
     (
+        {**EXPERTS, "model.moe.first_dense": 1, "parallel.stage": 2, "remat": "dots"},
+        ['remat = "dots" with parallel.stage = 2 and model.moe.first_dense = 1', 'use remat = "full"'],
+        {"remat": "full"},
+    ),
+    (
+        {**EXPERTS, "model.moe.first_dense": 1, "parallel.stage": 2, "remat": "full", "pipeline.schedule": "zb_h1"},
+        ["pipeline.schedule = zb_h1", "model.moe.first_dense = 1", 'use "fused" or "1f1b"'],
+        {"pipeline.schedule": "fused"},
+    ),
+    (
         {**EXPERTS, "model.moe.num_experts": 6, "parallel.expert": 4},
         ["model.moe.num_experts = 6", "parallel.expert = 4", "use 4 or 8, or parallel.expert = 2"],
         {"model.moe.num_experts": 8},

@@ -135,11 +135,15 @@ def fused(name: str, pieces: Mapping[str, str], *, join: int = 0) -> Tensor:
     return Tensor(name, tuple(Piece(leaf, _groups(dims)) for leaf, dims in pieces.items()), join)
 
 
-def moved(tensors: Iterable[Tensor], stack: str, *, first_layer: int) -> Iterator[Tensor]:
-    """Tensors of "blocks/..." as those of another stack of layers, the first of which has that number in the file."""
+def moved(tensors: Iterable[Tensor], stack: str, axis: str, *, first_layer: int) -> Iterator[Tensor]:
+    """Tensors of "blocks/..." as those of another stack of layers, counted by `axis`.
+
+    The first of them has the number `first_layer` in the file.
+    """
     for one in tensors:
         pieces = tuple(dataclasses.replace(p, leaf=p.leaf.replace("blocks/", f"{stack}/", 1)) for p in one.pieces)
-        yield dataclasses.replace(one, pieces=pieces, first_layer=first_layer)
+        name = one.name.replace("{layer}", f"{{{axis}}}")
+        yield dataclasses.replace(one, name=name, pieces=pieces, first_layer=first_layer)
 
 
 def leaf_part(value: Any, axes: Sequence[str], piece: Piece, numbers: Mapping[str, int]) -> np.ndarray:

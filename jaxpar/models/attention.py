@@ -5,6 +5,7 @@ Dims: B batch, T query positions, S key positions, D embed, H query heads, G KV 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
@@ -192,7 +193,9 @@ class Attention(nnx.Module):
         return q, k, v
 
 
-class Side(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Side:
     """What every layer needs besides the residual stream; rows as in the batch.
 
     cos, sin float32 [kind, B, T, R] (None without rotary positions); segment_ids int32 [B, T] or None;
@@ -204,4 +207,4 @@ class Side(NamedTuple):
     sin: jax.Array | None = None
     segment_ids: jax.Array | None = None
     row_keys: jax.Array | None = None
-    compressed: bool = False
+    compressed: bool = dataclasses.field(default=False, metadata={"static": True})

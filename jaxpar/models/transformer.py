@@ -95,10 +95,11 @@ class Transformer(nnx.Module):
             if config.positions == "learned"
             else None
         )
-        self.blocks = _stack(config, config.num_layers - num_leading(config), precision, rngs, remat)
+        leading = num_leading(config)
+        self.blocks = _stack("layer", config, config.num_layers - leading, precision, rngs, remat)
         # Leading layers of a model with experts that have an ordinary MLP: other leaves, so a stack of their own.
         plain = dataclasses.replace(config, moe=MoeConfig())
-        self.leading = _stack(plain, num_leading(config), precision, rngs, remat) if num_leading(config) else None
+        self.leading = _stack("leading", plain, leading, precision, rngs, remat) if leading else None
         self.final_norm = Norm(config, (D,), ("embed",))
         self.head = (
             None
@@ -216,11 +217,11 @@ def num_leading(config: ModelConfig) -> int:
     return config.moe.first_dense if config.moe.num_experts else 0
 
 
-def _stack(config: ModelConfig, layers: int, precision: Precision, rngs: nnx.Rngs, remat: str) -> Block:
-    """Blocks whose leaves have a leading "layer" dim."""
+def _stack(axis: str, config: ModelConfig, layers: int, precision: Precision, rngs: nnx.Rngs, remat: str) -> Block:
+    """Blocks whose leaves have a leading dim named `axis`."""
     make = nnx.vmap(
         lambda layer_rngs: Block(config, precision, layer_rngs, remat=remat),
-        transform_metadata={nnx.PARTITION_NAME: "layer", "axes": "layer"},
+        transform_metadata={nnx.PARTITION_NAME: axis, "axes": axis},
     )
     return make(rngs.split(layers))
 

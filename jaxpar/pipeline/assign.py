@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
+from jaxpar.models.count import layer_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Assignment:
     def is_even(self) -> bool:
         """Whether no slot is padding."""
         return len(set(self.sizes)) == 1
+
+    def part(self, start: int, stop: int) -> Assignment:
+        """The same cut of the layers from `start` to `stop`, numbered from 0; blocks may be empty."""
+        edges = np.clip(np.concatenate([[0], np.cumsum(self.sizes)]), start, stop)
+        return Assignment(self.stages, self.chunks, tuple(int(n) for n in np.diff(edges)))
 
     def layers(self) -> np.ndarray:
         """The layer in every slot, int32 `[stages, chunks, slots]`; -1 for padding."""
@@ -69,6 +76,23 @@ class Assignment:
         return "\n".join(lines)
 
 
+def layer_costs(model: ModelConfig, seq_len: int) -> list[float]:
+    """Relative cost of every layer, the dearest 1.0: its weights' multiplications and its attention scores, per token.
+
+    The scores are counted as computed, over the whole row or window.
+    """
+    window = seq_len if model.window is None else min(model.window, seq_len)
+    latent = model.latent
+    width = 2 * model.num_heads * model.head_size
+    if latent.kv_rank:  # scores over more features than the weighted sum
+        width = model.num_heads * (model.head_size + latent.rope_dim + model.value_size)
+    costs = []
+    for layer in range(model.num_layers):
+        is_local = model.window is not None and model.window_pattern[layer % len(model.window_pattern)]
+        costs.append(layer_count(model, layer).matmul + width * (window if is_local else seq_len) / 2)
+    return [cost / max(costs) for cost in costs]
+
+
 def assign_layers(
     layer_costs: Sequence[float], *, stages: int, chunks: int = 1, first: float = 0.0, last: float = 0.0
 ) -> Assignment:
@@ -85,22 +109,23 @@ def assign_layers(
         )
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(layer_costs, float))])
 
-    def cost(block: int, start: int, end: int) -> float:
+    def costs(block: int, end: int) -> np.ndarray:
+        """Of the block from every layer up to `end`."""
         extra = (first if block == 0 else 0.0) + (last if block == blocks - 1 else 0.0)
-        return float(sums[end] - sums[start]) + extra
+        return sums[end] - sums[:end] + extra
 
-    bottleneck = _best_cut(num_layers, blocks, cost, max)[0]
+    bottleneck = _best_cut(num_layers, blocks, costs, np.maximum)[0]
     limit = bottleneck * (1 + 1e-9)
-    even = lambda so_far, c: so_far + c * c if c <= limit else float("inf")  # noqa: E731
-    cuts = _best_cut(num_layers, blocks, cost, even)[1]
+    even = lambda so_far, c: np.where(c <= limit, so_far + c * c, np.inf)  # noqa: E731
+    cuts = _best_cut(num_layers, blocks, costs, even)[1]
     return Assignment(stages, chunks, tuple(int(n) for n in np.diff(cuts)))
 
 
 def _best_cut(
     num_layers: int,
     blocks: int,
-    cost: Callable[[int, int, int], float],
-    combine: Callable[[float, float], float],
+    costs: Callable[[int, int], np.ndarray],
+    combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> tuple[float, list[int]]:
     """Least combined cost of all cuts into non-empty blocks, and the layer at which each block starts and ends."""
     best = np.full((blocks + 1, num_layers + 1), np.inf)
@@ -108,12 +133,9 @@ def _best_cut(
     best[0, 0] = 0.0
     for block in range(blocks):
         for end in range(block + 1, num_layers - (blocks - block - 1) + 1):
-            for begin in range(block, end):
-                if not np.isfinite(best[block, begin]):
-                    continue
-                total = combine(float(best[block, begin]), cost(block, begin, end))
-                if total < best[block + 1, end]:
-                    best[block + 1, end], start[block + 1, end] = total, begin
+            totals = combine(best[block, :end], costs(block, end))
+            start[block + 1, end] = begin = int(np.argmin(totals))
+            best[block + 1, end] = totals[begin]
     cuts = [num_layers]
     for block in range(blocks, 0, -1):
         cuts.append(int(start[block, cuts[-1]]))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.manual import split_by_hand, sum_over
+from jaxpar.manual import entry_axes, split_by_hand, sum_over
 from jaxpar.sharding import Layout, Rules
 
 
@@ -46,6 +46,15 @@ class InsideLayout(Layout):
         )
         window = None if mask.window is None else jnp.asarray(mask.window, jnp.int32)
         return mapped(q, k, v, mask._replace(window=window))
+
+    def reduces_whole(self, compute: P) -> bool:
+        """So for weights that every tensor shard holds whole.
+
+        The partitioner would share the work out over `tensor`, and then swap parts between devices by a permute, which
+        a branch that only some stages take must not hold.
+        """
+        split = {axis for entry in compute for axis in entry_axes(entry)}
+        return self.mesh.shape["tensor"] > 1 and "tensor" not in split
 
     def lookup(self, table: jax.Array, row: jax.Array) -> jax.Array:
         """Rows [B, T, D] of `table` [V, D] for `row` int32 [B, T]; zeros where `row` is outside of it."""

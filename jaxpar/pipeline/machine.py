@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.manual import sum_over
+from jaxpar.manual import entry_axes, sum_over
 from jaxpar.pipeline.interface import STAGE, Params, Row, Side, Spec, Totals
 from jaxpar.pipeline.slots import Program
 from jaxpar.pipeline.split import Pieces, StageOut
@@ -64,7 +64,7 @@ class Machine:
             return totals, ()
 
         def finish_end(spec: P, grads: Any) -> Any:
-            over = axes if any(STAGE in _names(entry) for entry in spec) else (STAGE, *axes)
+            over = axes if any(STAGE in entry_axes(entry) for entry in spec) else (STAGE, *axes)
             return jax.tree.map(lambda g: _psum(g, axes=over), grads)
 
         ends = jax.tree.map(finish_end, self.spec.ends_specs, carry.grads.ends, is_leaf=lambda s: isinstance(s, P))
@@ -296,7 +296,3 @@ def _add32(sums: Any, more: Any) -> Any:
 
 def _psum(a: Array, *, axes: tuple[str, ...]) -> Array:
     return sum_over(a, axes) if axes else a
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -2,6 +2,9 @@
 
 A pipelined run keeps its parameters arranged as `[stage, chunk, layer, ...]` (see `arrange`) and its vocabulary split
 over `stage`; everything else, from the optimizer to ZeRO, sees an ordinary tree of named, sharded arrays.
+
+A model whose leading layers have no experts has two stacks of layers, and every chunk has slots for both. Slots of the
+other kind are skipped, not computed for nothing (see `optional`).
 """
 
 from __future__ import annotations
@@ -18,26 +21,29 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import Config
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, raise_together
 from jaxpar.models.loss import Sums
-from jaxpar.models.transformer import Transformer
+from jaxpar.models.transformer import Transformer, num_leading
 from jaxpar.names import is_matrix
 from jaxpar.pipeline import vocabulary
 from jaxpar.pipeline.arrange import from_stages, to_stages
-from jaxpar.pipeline.assign import Assignment, assign_layers
+from jaxpar.pipeline.assign import Assignment, assign_layers, layer_costs
 from jaxpar.pipeline.executor import evaluate, value_and_grad
 from jaxpar.pipeline.generators import named
 from jaxpar.pipeline.inside import InsideLayout, inside
 from jaxpar.pipeline.interface import STAGE, Params, Side, Totals
+from jaxpar.pipeline.optional import optional
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.pipeline.simulate import Costs, choose
 from jaxpar.pipeline.split import StageOut
 from jaxpar.sharding import Layout, Rules, map_parameters
 from jaxpar.tree import from_named, named_leaves
+from jaxpar.validate import mixed_stages
 
 Batch = Mapping[str, jax.Array]
 log = logging.getLogger(__name__)
 # zb_h1 is left out: it needs unrolled layers and stored residuals, which is for the user to decide
+STACKS = {"leading": "leading", "blocks": "layer"}  # a model's stacks in its order, and the axis that counts the layers
 AUTO_ONE_CHUNK, AUTO_CHUNKS = ("gpipe", "1f1b", "fused"), ("fused", "interleaved")
 
 
@@ -67,6 +73,7 @@ class Pipeline:
 
     schedule: Schedule
     assignment: Assignment
+    stacks: Mapping[str, Assignment]  # the assignment of each stack, by the axis that counts its layers
     layout: Layout
     grads: Callable[[Transformer, Batch, jax.Array | None, jax.Array], tuple[Sums, Transformer]]
     evaluate: Callable[[Transformer, Batch], Sums]
@@ -79,11 +86,11 @@ class Pipeline:
 
     def to_stages(self, tree: Any) -> Any:
         """Natural -> arranged."""
-        return to_stages(tree, self.assignment)
+        return to_stages(tree, self.stacks)
 
     def from_stages(self, tree: Any) -> Any:
         """Arranged -> natural."""
-        return from_stages(tree, self.assignment)
+        return from_stages(tree, self.stacks)
 
 
 def make_pipeline(config: Config, layout: Layout, model: Transformer) -> Pipeline:
@@ -91,18 +98,19 @@ def make_pipeline(config: Config, layout: Layout, model: Transformer) -> Pipelin
 
     Raises `UserError` for a schedule or sizes that do not fit. The layers of every stage are logged.
     """
-    if model.leading is not None:
-        raise UserError(
-            f"parallel.stage = {config.parallel.stage} with model.moe.first_dense = {config.model.moe.first_dense}: "
-            "stages are made of equal layers; use parallel.stage = 1 with expert, tensor and ZeRO-3"
-        )
     stages = layout.mesh.shape[STAGE]
     schedule = pick_schedule(config, stages)
-    assignment = assign_layers(layer_costs(config), stages=stages, chunks=schedule.chunks)
+    if model.leading is not None:
+        raise_together(mixed_stages(config, splits_weights=schedule.splits_weights))
+    assignment = assign_layers(layer_costs(config.model, config.seq_len), stages=stages, chunks=schedule.chunks)
     log.info("pipeline: %s, %d microbatches\n%s", schedule.name, schedule.microbatches, assignment.table())
     stored = _with_rules(layout, {"vocab": (STAGE, *layout.rules.axes("vocab"))})
-    parts = _Parts.make(config, stored, layout, model, schedule, assignment)
-    return Pipeline(schedule, assignment, stored, parts.grads(), parts.evaluate(), parts)
+    leading = num_leading(config.model)
+    stacks = {"layer": assignment.part(leading, config.model.num_layers)}
+    if leading:
+        stacks = {"leading": assignment.part(0, leading), **stacks}
+    parts = _Parts.make(config, stored, layout, model, schedule, stacks)
+    return Pipeline(schedule, assignment, stacks, stored, parts.grads(), parts.evaluate(), parts)
 
 
 def pick_schedule(config: Config, stages: int) -> Schedule:
@@ -123,30 +131,13 @@ def pick_schedule(config: Config, stages: int) -> Schedule:
     return choice.schedule
 
 
-def layer_costs(config: Config) -> list[float]:
-    """Relative cost of every layer: its weights' multiplications and its attention scores, per token."""
-    model = config.model
-    projections = 2 * model.embed_dim * model.head_size * (model.num_heads + model.kv_heads)
-    window = model.window if model.window is not None else config.seq_len
-    costs = []
-    for layer in range(model.num_layers):
-        is_local = model.window is not None and model.window_pattern[layer % len(model.window_pattern)]
-        span = min(window, config.seq_len) if is_local else config.seq_len
-        scores = model.num_heads * model.head_size * span
-        hidden = model.mlp_dim
-        if model.moe.num_experts and layer >= model.moe.first_dense:
-            hidden = (model.moe.expert_dim or model.mlp_dim) * (model.moe.experts_per_token + model.moe.num_shared)
-        costs.append(float(projections + scores + (3 if model.gated else 2) * model.embed_dim * hidden))
-    return [cost / max(costs) for cost in costs]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Parts:
     """The three functions of the model, cut for the executor."""
 
     template: Transformer  # only for its methods: its leaves are never read
     schedule: Schedule
-    assignment: Assignment
+    stacks: Mapping[str, Assignment]
     stored: Layout
     inside: InsideLayout  # what the functions see: without `stage`, and without axes that split rows by hand
     batch_axes: tuple[str, ...]
@@ -156,7 +147,12 @@ class _Parts:
 
     @staticmethod
     def make(
-        config: Config, stored: Layout, layout: Layout, model: Transformer, schedule: Schedule, assignment: Assignment
+        config: Config,
+        stored: Layout,
+        layout: Layout,
+        model: Transformer,
+        schedule: Schedule,
+        stacks: Mapping[str, Assignment],
     ) -> _Parts:
         """Choose the batch axes and cut one chunk into its pieces."""
         # Over axes that hold whole gradients one sum per step does.
@@ -165,10 +161,12 @@ class _Parts:
         template = jax.tree.map(lambda a: a, model)
         if schedule.splits_weights:  # a scan's equation gives dx and dparams together
             template.config = dataclasses.replace(model.config, scan_layers=False)
+        if len(stacks) > 1:
+            template.remat = "none"  # the slots are what recomputes
         return _Parts(
             template=template,
             schedule=schedule,
-            assignment=assignment,
+            stacks=stacks,
             stored=stored,
             inside=inside(layout, by_hand=batch_axes),
             batch_axes=batch_axes,
@@ -193,9 +191,9 @@ class _Parts:
             )  # fmt: skip
             totals, grads = function(Params(ends, blocks), self.split(batch, row_keys, scale))
             if self.frozen is None:
-                leaves = named_leaves(grads.ends) | {f"blocks/{k}": v for k, v in named_leaves(grads.stages).items()}
+                leaves = named_leaves(grads.ends) | named_leaves(grads.stages)
             else:
-                leaves = named_leaves(grads.stages)
+                leaves = named_leaves(grads.stages["blocks"])
             grads = from_named(params, leaves)
             return _sums(totals), self.stored.place(grads, self.stored.placements(params), lambda p: p.gradient)
 
@@ -215,11 +213,16 @@ class _Parts:
 
         return run
 
-    def split_ends(self, params: Any) -> tuple[Transformer, Any]:
-        """What embedding and head use, and what the stages are trained in."""
+    def split_ends(self, params: Any) -> tuple[Transformer, dict[str, Any]]:
+        """What embedding and head use, and what the stages are trained in, by stack."""
         if self.frozen is None:
-            return _without_blocks(params), params.blocks
-        return self.frozen.restore(_without_blocks(self.frozen.model)), params
+            return _without_stacks(params), {name: getattr(params, name) for name in self.names}
+        return self.frozen.restore(_without_stacks(self.frozen.model)), {"blocks": params}
+
+    @property
+    def names(self) -> list[str]:
+        """The model's stacks in its order."""
+        return [name for name, axis in STACKS.items() if axis in self.stacks]
 
     def embed(self, ends: Transformer, batch: Batch) -> jax.Array:
         ends = ends if self.frozen is None else jax.lax.stop_gradient(ends)
@@ -230,26 +233,40 @@ class _Parts:
         sums = vocabulary.head_loss(ends, y, batch["targets"], batch["weights"], self.inside)
         return sums.objective * batch["scale"], sums
 
-    def stage(self, blocks: Any, x: jax.Array, side: Side) -> StageOut:
-        """One chunk of layers; slots that pad it pass x on."""
-        traits, live, frozen = side.constants
-        sharder: Any = self.inside
-        if self.frozen is not None:
-            blocks = (self.frozen.merge if self.casts_first else self.frozen.pair)(frozen, blocks)
-            sharder = self.frozen.sharder(sharder)
-        if self.casts_first:
-            blocks = map_parameters(self._cast, blocks)
+    def stage(self, stacks: dict[str, Any], x: jax.Array, side: Side) -> StageOut:
+        """One chunk of layers."""
         shared = self.template.side(side.batch, side.batch.get("row_keys"))
-        if self.assignment.is_even:
-            x, aux = self.template.run_blocks(blocks, traits, x, shared, sharder)
-        else:
-            x, aux = self._run_live(blocks, traits, live, x, shared, sharder)
+        aux: dict = {}
+        for name in self.names:
+            x, aux = self._run(name, stacks.get(name), side.constants[name], x, shared)  # leading layers have no sums
         loss = aux.get("loss", jnp.zeros(())) * side.batch["scale"]
         return StageOut(x, loss.astype(jnp.float32), aux)
 
-    def _run_live(
-        self, blocks: Any, traits: Any, live: jax.Array, x: jax.Array, shared: Any, sharder: Any
-    ) -> tuple[jax.Array, dict]:
+    def _run(self, name: str, params: Any, constants: Any, x: jax.Array, shared: Any) -> tuple[jax.Array, dict]:
+        """The chunk's slots of one stack; those without a layer pass x on."""
+        if len(self.stacks) > 1:
+            return self._run_optional(params, constants, x, shared)
+        traits, live, frozen = constants
+        blocks = self._paired(params, frozen)
+        if self.casts_first:
+            blocks = map_parameters(self._cast, blocks)
+        if self.stacks[STACKS[name]].is_even:
+            return self.template.run_blocks(blocks, traits, x, shared, self._sharder)
+        return self._run_live(blocks, traits, live, x, shared)
+
+    def _paired(self, params: Any, frozen: Any) -> Any:
+        """Blocks to run: the trained ones, or frozen ones with what is trained in them."""
+        if self.frozen is None:
+            return params
+        if params is None:
+            return frozen
+        return (self.frozen.merge if self.casts_first else self.frozen.pair)(frozen, params)
+
+    @property
+    def _sharder(self) -> Any:
+        return self.inside if self.frozen is None else self.frozen.sharder(self.inside)
+
+    def _run_live(self, blocks: Any, traits: Any, live: jax.Array, x: jax.Array, shared: Any) -> tuple[jax.Array, dict]:
         """`run_blocks` over slots of which some are padding.
 
         Padding is computed and thrown away: in lock-step the other stages' layers take that time anyway, and a
@@ -258,7 +275,7 @@ class _Parts:
 
         def slot(x: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, dict]:
             block, own, is_live = xs
-            y, aux = self.template.run_blocks(block, own, x, shared, sharder)
+            y, aux = self.template.run_blocks(block, own, x, shared, self._sharder)
             return jnp.where(is_live, y, x), jax.tree.map(lambda a: jnp.where(is_live, a, jnp.zeros_like(a)), aux)
 
         # Stacks of one layer made out here: made in the scan, the weights would be kept for every microbatch in flight.
@@ -267,16 +284,39 @@ class _Parts:
             x, aux = jax.lax.scan(slot, x, (blocks, traits, live))
             return x, jax.tree.map(lambda a: a.sum(0), aux)
         total: dict = {}
-        for i in range(self.assignment.slots):
+        for i in range(len(live)):
             x, aux = slot(x, jax.tree.map(lambda a, i=i: a[i], (blocks, traits, live)))
             total = jax.tree.map(jnp.add, total, aux) if total else aux
         return x, total
 
-    def constants(self) -> tuple[dict[str, np.ndarray], np.ndarray, Any]:
-        """Traits of the layer in every slot, which slots hold a layer, frozen blocks; `[stages, chunks, slots]`."""
-        layers = self.assignment.layers()
-        traits = {name: values[np.maximum(layers, 0)] for name, values in self.template.layer_traits().items()}
-        return traits, layers >= 0, () if self.frozen is None else self.frozen.model.blocks
+    def _run_optional(self, params: Any, constants: Any, x: jax.Array, shared: Any) -> tuple[jax.Array, dict]:
+        """`run_blocks` over slots of which some stages skip many."""
+        traits, live, frozen = constants
+
+        def layer(params: Any, x: jax.Array, rest: Any) -> tuple[jax.Array, dict]:
+            frozen, own, shared = rest
+            return self.template.run_blocks(self._paired(params, frozen), own, x, shared, self._sharder)
+
+        def slot(x: jax.Array, xs: tuple[Any, Any, jax.Array]) -> tuple[jax.Array, dict]:
+            params, (frozen, own), is_live = xs
+            return optional(layer)(is_live, params, x, (frozen, own, shared))
+
+        params, rest = jax.tree.map(lambda a: a[:, None], (params, (frozen, traits)))  # as in _run_live
+        x, aux = jax.lax.scan(slot, x, (params, rest, live))
+        return x, jax.tree.map(lambda a: a.sum(0), aux)
+
+    def constants(self) -> dict[str, tuple[dict[str, np.ndarray], np.ndarray, Any]]:
+        """By stack: traits of the layer in every slot, which slots hold one, frozen blocks; [stages, chunks, slots]."""
+        out, first = {}, 0
+        for name in self.names:
+            assignment = self.stacks[STACKS[name]]
+            layers = assignment.layers()
+            traits = {
+                trait: values[first + np.maximum(layers, 0)] for trait, values in self.template.layer_traits().items()
+            }
+            out[name] = traits, layers >= 0, () if self.frozen is None else getattr(self.frozen.model, name)
+            first += assignment.num_layers
+        return out
 
     def split(self, batch: Batch, row_keys: jax.Array | None, scale: jax.Array) -> dict[str, jax.Array]:
         """[B, T] -> [microbatches, rows, T]: each takes every M-th row, so that the rows of a device stay on it."""
@@ -316,9 +356,10 @@ def _with_rules(layout: Layout, changed: Mapping[str, tuple[str, ...]]) -> Layou
     return dataclasses.replace(layout, rules=Rules({**layout.rules.table, **changed}))
 
 
-def _without_blocks(params: Transformer) -> Transformer:
+def _without_stacks(params: Transformer) -> Transformer:
     ends = jax.tree.map(lambda a: a, params)
-    del ends.blocks
+    for name in STACKS:
+        delattr(ends, name)
     return ends
 
 

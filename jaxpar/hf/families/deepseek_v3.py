@@ -36,8 +36,8 @@ def _all(model: ModelConfig, experts: Iterable[Tensor]) -> Iterator[Tensor]:
     yield from common.ends(model)
     shared = [*_attention(model), *common.norms(model)]
     if dense:
-        yield from moved([*shared, *common.mlp(model)], "leading", first_layer=0)
-    yield from moved([*shared, *_router(model), *experts], "blocks", first_layer=dense)
+        yield from moved([*shared, *common.mlp(model)], "leading", "leading", first_layer=0)
+    yield from moved([*shared, *_router(model), *experts], "blocks", "layer", first_layer=dense)
 
 
 def _attention(model: ModelConfig) -> Iterator[Tensor]:
