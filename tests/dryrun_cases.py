@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "sequence": ("parallel.zero=3", "parallel.tensor=2", "parallel.sequence_parallel=True"),
 }
 NUM_GPUS = 8
+COUNTERS = 8 + 24  # bytes of the optimizer's two counts and of the state's six
 # The configs of the repository, and a number of GPUs that each is meant for.
 GPUS = {
     "gpt2_124m": 8,
@@ -93,7 +94,7 @@ def compile_case(name: str) -> Case:
     gpu = find_target("h100")
     step = compile_step(config, gpu, NUM_GPUS, timeout_s=900)
     layout = layout_of(config, NUM_GPUS)
-    timeline = time_step(step, layout, gpu, Assumptions(), 8)
+    timeline = time_step(step, model_shape(config), layout, gpu, Assumptions(), 8)
     return Case(config, model_shape(config), layout, step, timeline)
 
 

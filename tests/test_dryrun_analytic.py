@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
-from dryrun_cases import GPUS
+from dryrun_cases import COUNTERS, GPUS
 
 from jaxpar import config_file
+from jaxpar.build import build
 from jaxpar.dryrun.assumptions import Assumptions, default_assumptions, override
 from jaxpar.dryrun.calibrate import (
     FAMILIES,
@@ -26,7 +29,7 @@ from jaxpar.dryrun.compile import missing_plugin
 from jaxpar.dryrun.energy import EnergyAssumptions, run_cost
 from jaxpar.dryrun.links import collective_time_s, exposed_time_s
 from jaxpar.dryrun.memory import in_flight, memory_by_class, state_bytes
-from jaxpar.dryrun.shape import Layout, ModelShape, group_span, layout_of, model_shape
+from jaxpar.dryrun.shape import Layout, ModelShape, group_span, layout_of, model_shape, stage_layers
 from jaxpar.dryrun.speed import estimate_step
 from jaxpar.dryrun.targets import find_target
 from jaxpar.dryrun.work import flops_per_gpu, layer_matmuls, model_flops_per_token
@@ -141,6 +144,27 @@ def test_parameters_of_every_kind_of_model(name):
     shape = model_shape(config)
     assert shape.num_parameters() == parameter_count(config.model)
     assert model_flops_per_token(shape) == flops_per_token(config.model, config.seq_len)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks", "slots"), [(9, 4, 1, (2, 3)), (11, 2, 2, (6, 6)), (10, 8, 1, (1, 2))]
+)
+def test_state_of_stages_with_dense_and_expert_layers(layers, stages, chunks, slots):
+    """Three dense layers in front; the bytes are those of the arrays of a run."""
+    given = [
+        "model.vocab_size=256", "model.embed_dim=64", "model.num_heads=4", "model.mlp_dim=128", "remat=full",
+        f"model.num_layers={layers}", "model.moe.num_experts=4", "model.moe.expert_dim=64", "model.moe.first_dense=3",
+        f"parallel.stage={stages}", f"pipeline.chunks={chunks}", "pipeline.microbatches=8", "global_batch=64",
+        "parallel.zero=1",
+    ]  # fmt: skip
+    config = config_file.from_dict({}, given)
+    shape, layout = model_shape(config), layout_of(config, 8)
+    held = stage_layers(shape, layout)
+    assert (held.slots, held.leading_slots) == slots
+    assert held.average <= held.pacing <= held.all_slots
+    arrays = jax.tree.leaves(build(config).abstract_state)
+    state = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+    assert memory_by_class(shape, layout).state + COUNTERS == state
 
 
 BASE = Layout(data=64, zero=1, remat="attention", microbatch_rows=2, num_microbatches=2)

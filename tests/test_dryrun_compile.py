@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from dryrun_cases import CASES, GPUS, NUM_GPUS, Case, compiled_cases
+from dryrun_cases import CASES, COUNTERS, GPUS, NUM_GPUS, Case, compiled_cases
 
 from jaxpar import config_file
 from jaxpar.dryrun.assumptions import Assumptions
@@ -20,8 +20,6 @@ from jaxpar.dryrun.run import analytic_report, report_of
 from jaxpar.dryrun.shape import layout_of, model_shape
 from jaxpar.dryrun.targets import find_target
 from jaxpar.dryrun.work import flops_per_gpu
-
-COUNTERS = 8 + 24  # bytes of the optimizer's two counts and of the state's six
 
 
 @pytest.fixture(scope="module", params=list(CASES))

@@ -14,7 +14,7 @@ from jaxpar import config_file, validate
 from jaxpar.dryrun.assumptions import Assumptions
 from jaxpar.dryrun.compile import missing_plugin
 from jaxpar.dryrun.run import Options, dry_run
-from jaxpar.dryrun.shape import Layout, layers_per_stage, layout_of, model_shape
+from jaxpar.dryrun.shape import Layout, layout_of, model_shape, stage_layers
 from jaxpar.dryrun.targets import find_target
 from jaxpar.errors import UserError
 from jaxpar.planner.auto import target_of_device, with_planned_layout
@@ -147,7 +147,7 @@ def test_layers_need_not_divide_by_stages():
     space = space_of(config_8b(global_batch=64, model=model(num_layers=126)), 16)
     assert any(layout.stage == 16 for layout in space.layouts())
     shape = dataclasses.replace(model_shape(config_8b()), num_layers=126)
-    assert layers_per_stage(shape, Layout(stage=16)) == 8
+    assert stage_layers(shape, Layout(stage=16)).slots == 8
     small = space_of(config_8b(global_batch=64, model=model(num_layers=9)), 8)
     assert not any(layout.stage == 8 for layout in small.layouts())
     assert small.rejected["stages would hold too unequal numbers of layers"]

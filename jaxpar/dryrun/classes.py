@@ -13,7 +13,7 @@ import dataclasses
 
 from jaxpar.dryrun.compile import CompiledStep
 from jaxpar.dryrun.hlo import Instruction, Module, Shape
-from jaxpar.dryrun.shape import Layout, ModelShape, layers_per_stage
+from jaxpar.dryrun.shape import Layout, ModelShape, stage_layers
 
 CLASSES: tuple[str, ...] = ("parameters", "gradients", "optimizer", "activations", "temporaries", "logits", "buffers")
 
@@ -42,7 +42,7 @@ def _element(shape: Shape, path: str) -> Shape:
 
 class _Classifier:
     def __init__(self, step: CompiledStep, shape: ModelShape, layout: Layout) -> None:
-        self.layers = layers_per_stage(shape, layout)
+        self.layers = stage_layers(shape, layout).slots
         self.vocab = {shape.vocab, shape.vocab // layout.tensor, shape.vocab // (layout.tensor * layout.stage)}
         self.embed = {shape.embed_dim}
         self.weights: set[tuple[int, ...]] = set()

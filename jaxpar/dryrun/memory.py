@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 
-from jaxpar.dryrun.shape import Layout, Leaf, ModelShape, layers_per_stage
+from jaxpar.dryrun.shape import Layout, Leaf, ModelShape, stage_layers
 
 ZERO_AXES = ("data", "context", "expert")
 _TENSOR_NAMES = ("heads", "mlp", "vocab")
@@ -112,15 +112,14 @@ def _state_key(layout: Layout) -> Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _state_leaves(shape: ModelShape, layout: Layout) -> tuple[tuple[Leaf, LeafBytes], ...]:
-    layers = layers_per_stage(shape, layout)
-    dense = min(shape.first_dense, layers) if shape.num_experts else 0
+    layers = stage_layers(shape, layout)
     out = []
     for leaf in shape.leaves():
-        copies = layers - dense if leaf.in_layer else 1
+        copies = layers.slots if leaf.in_layer else 1
         out.append((leaf, leaf_bytes(leaf, shape, layout, layers=copies)))
-    for leaf in shape.leaves(moe=False) if dense else ():
+    for leaf in shape.leaves(moe=False) if layers.leading_slots else ():
         if leaf.in_layer:
-            out.append((leaf, leaf_bytes(leaf, shape, layout, layers=dense)))
+            out.append((leaf, leaf_bytes(leaf, shape, layout, layers=layers.leading_slots)))
     return tuple(out)
 
 
@@ -218,7 +217,7 @@ def memory_by_class(shape: ModelShape, layout: Layout) -> MemoryByClass:
     parameters, gradients, optimizer = state.parameters, state.gradients, state.optimizer
     tokens = layout.microbatch_rows * shape.seq_len / layout.context
     kept = kept_elements_per_token(shape, layout) * tokens * layout.compute_bytes
-    layers = layers_per_stage(shape, layout)
+    layers = stage_layers(shape, layout).held
     activations = kept * layers * in_flight(layout)
     # Weights at work in the compute dtype, gathered: two layers, and the largest of embedding and head.
     share = layout.compute_bytes / 4

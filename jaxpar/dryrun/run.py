@@ -14,7 +14,7 @@ from jaxpar.dryrun.compile import DEFAULT_TIMEOUT_S, CompiledStep, compile_step,
 from jaxpar.dryrun.energy import EnergyAssumptions, run_cost
 from jaxpar.dryrun.memory import memory_by_class
 from jaxpar.dryrun.report import CollectiveRow, Report
-from jaxpar.dryrun.shape import Layout, ModelShape, layout_of, model_shape
+from jaxpar.dryrun.shape import Layout, ModelShape, layout_of, model_shape, stage_layers
 from jaxpar.dryrun.speed import estimate_step
 from jaxpar.dryrun.targets import GpuTarget, find_target
 from jaxpar.dryrun.timeline import BranchShares, Timeline, estimate_timeline
@@ -140,14 +140,14 @@ def advice(config: Config, report: Report, *, gpus_per_node: int | None = None) 
     return [f"{words} saves about {size / 2**30:.1f} GiB per GPU" for size, words in saved if size > 0.01 * now]
 
 
-def branch_shares(layout: Layout, weights: Sequence[dict[str, Any]]) -> BranchShares:
+def branch_shares(shape: ModelShape, layout: Layout, weights: Sequence[dict[str, Any]]) -> BranchShares:
     """How busy the conditionals of a pipeline program are, from its schedule table."""
     if layout.stage == 1:
         return BranchShares()
     from jaxpar.pipeline.generators import named
 
     schedule = named(layout.schedule, stages=layout.stage, microbatches=layout.num_microbatches, chunks=layout.chunks)
-    busy = schedule.table("F") >= 0
+    busy, layers = schedule.table("F") >= 0, stage_layers(shape, layout)
     columns = {
         dim for weight in weights for name, dim in zip(weight["axes"], weight["local"]) if name == "vocab"
     }  # fmt: skip
@@ -156,13 +156,22 @@ def branch_shares(layout: Layout, weights: Sequence[dict[str, Any]]) -> BranchSh
         any_stage=float(busy.any(axis=1).mean()),
         vocabulary=layout.num_microbatches / schedule.ticks,
         vocabulary_dim=columns.pop(),
+        slots_own=layers.average / layers.all_slots,
+        slots_any_stage=layers.pacing / layers.all_slots,
     )
 
 
-def time_step(step: CompiledStep, layout: Layout, gpu: GpuTarget, assumed: Assumptions, per_node: int) -> Timeline:
+def time_step(
+    step: CompiledStep, shape: ModelShape, layout: Layout, gpu: GpuTarget, assumed: Assumptions, per_node: int
+) -> Timeline:
     """The time line of a compiled step."""
     return estimate_timeline(
-        step.module, step.mesh_shape, gpu, assumed, gpus_per_node=per_node, branches=branch_shares(layout, step.weights)
+        step.module,
+        step.mesh_shape,
+        gpu,
+        assumed,
+        gpus_per_node=per_node,
+        branches=branch_shares(shape, layout, step.weights),
     )
 
 
@@ -185,10 +194,10 @@ def _compiled_report(
 
     step = compiled(unlimited_memory=False)
     layout = dataclasses.replace(layout, **step.schedule)
-    timeline = time_step(step, layout, gpu, assumed, per_node)
+    timeline = time_step(step, shape, layout, gpu, assumed, per_node)
     unlimited_flops = None
     if options.check_recompute:
-        unlimited_flops = time_step(compiled(unlimited_memory=True), layout, gpu, assumed, per_node).flops
+        unlimited_flops = time_step(compiled(unlimited_memory=True), shape, layout, gpu, assumed, per_node).flops
     warnings = all_warnings(step, timeline, shape, layout, gpus_per_node=per_node, unlimited_flops=unlimited_flops)
     return report_of(config, analytic, step, timeline, shape, layout, warnings)
 

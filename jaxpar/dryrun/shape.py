@@ -11,8 +11,11 @@ import functools
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from jaxpar.config import Config, LatentConfig, ModelConfig, MoeConfig
 from jaxpar.errors import UserError
+from jaxpar.pipeline.assign import assign_layers, layer_costs
 from jaxpar.validate import SCHEDULE_ALIASES, resolved_degrees
 
 BATCH_AXES = ("replica", "data", "expert")
@@ -281,9 +284,52 @@ def _span(counted: tuple[tuple[int, int], ...], gpus_per_node: int) -> tuple[int
     return nodes, max(1, round(len(members) / nodes))
 
 
-def layers_per_stage(shape: ModelShape, layout: Layout) -> int:
-    """Layers of the fullest stage; every stage has room for as many."""
-    return layout.chunks * math.ceil(shape.num_layers / (layout.stage * layout.chunks))
+@dataclasses.dataclass(frozen=True)
+class StageLayers:
+    """The layers of one stage: room for them, and work in units of an average layer.
+
+    slots, leading_slots: what every stage has room for, of ordinary layers and of leading ones without experts.
+    pacing: work of the dearest stage; average: work of the average one; all_slots: work if no slot were skipped.
+    """
+
+    slots: int
+    leading_slots: int
+    pacing: float
+    average: float
+    all_slots: float
+
+    @property
+    def held(self) -> int:
+        """Slots of both kinds."""
+        return self.slots + self.leading_slots
+
+
+def stage_layers(shape: ModelShape, layout: Layout) -> StageLayers:
+    """The layers that a stage holds, as a pipeline assigns them."""
+    return _stage_layers(shape, layout.stage, layout.chunks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_layers(shape: ModelShape, stages: int, chunks: int) -> StageLayers:
+    leading = shape.first_dense if shape.num_experts else 0
+    if stages == 1:
+        layers = float(shape.num_layers)
+        return StageLayers(shape.num_layers - leading, leading, layers, layers, layers)
+    costs = layer_costs(shape.model(), shape.seq_len)
+    if np.ptp(costs) == 0:  # the most even cut, without searching for it
+        slots = chunks * math.ceil(shape.num_layers / (stages * chunks))
+        return StageLayers(slots, 0, slots, slots, slots)
+    assignment = assign_layers(costs, stages=stages, chunks=chunks)
+    rooms = [chunks * part.slots for part in (assignment.part(leading, shape.num_layers), assignment.part(0, leading))]
+    if leading == 0:  # slots without a layer are computed for nothing
+        return StageLayers(rooms[0], 0, rooms[0], rooms[0], rooms[0])
+    unit = np.mean(costs)
+    return StageLayers(
+        *rooms,
+        pacing=float(assignment.chunk_costs(costs).max(0).sum() / unit),
+        average=shape.num_layers / stages,
+        all_slots=float((rooms[0] * np.mean(costs[leading:]) + rooms[1] * np.mean(costs[:leading])) / unit),
+    )
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -11,7 +11,7 @@ import dataclasses
 from jaxpar.dryrun.assumptions import Assumptions
 from jaxpar.dryrun.links import collective_time_s, exposed_time_s, matmul_time_s
 from jaxpar.dryrun.memory import state_leaves
-from jaxpar.dryrun.shape import Layout, ModelShape, group_span, layers_per_stage
+from jaxpar.dryrun.shape import Layout, ModelShape, group_span, stage_layers
 from jaxpar.dryrun.targets import GpuTarget
 from jaxpar.dryrun.work import (
     REMAT,
@@ -192,7 +192,7 @@ class _Model:
         if not copies:
             return 0.0, 0.0
         leaves = state_leaves(self.shape, layout)
-        held = max(1, layers_per_stage(self.shape, layout))
+        held = stage_layers(self.shape, layout).held
         layer = sum(one.gathered for leaf, one in leaves if leaf.in_layer) / held / 4
         outside = sum(one.gathered for leaf, one in leaves if not leaf.in_layer) / 4
         gathered, reduced = layer * layout.compute_bytes, layer * layout.gradient_bytes
@@ -239,7 +239,7 @@ class _Model:
     ) -> None:
         """Notes what the layers move over tensor, context and expert; `size` is that of the stream."""
         layout, shape = self.layout, self.shape
-        runs = layout.num_microbatches * layers_per_stage(shape, layout)
+        runs = layout.num_microbatches * stage_layers(shape, layout).pacing
         if layout.tensor > 1:
             kind = "reduce-scatter" if layout.sequence_parallel else "all-reduce"
             per_layer = 5 if layout.remat == "full" else 4
@@ -314,13 +314,13 @@ def estimate_step(
 ) -> StepEstimate:
     """Predicts one step. `lock_step=False` is a pipeline whose stages run freely, as other systems have it."""
     model = _Model(shape, layout, gpu, assumed, gpus_per_node)
-    layers = layers_per_stage(shape, layout)
+    held, layers = stage_layers(shape, layout).held, stage_layers(shape, layout).pacing
     M = layout.num_microbatches
     forward, backward = model.layer_times()
     tensor_forward, tensor_backward = model.tensor_s(forward, backward)
     context_forward, context_backward = model.context_s(forward)
     expert = model.expert_s()
-    per_pass, per_step = model.zero_s(forward, backward, layers)
+    per_pass, per_step = model.zero_s(forward, backward, held)
     head_forward, head_backward = model.head_s()
     extra_forward = tensor_forward + context_forward + expert
     extra_backward = tensor_backward + context_backward + expert * (2 if layout.remat == "full" else 1)

@@ -81,13 +81,17 @@ class BranchShares:
     """Shares of a pipeline's ticks in which a conditional has work: on one stage, on any stage.
 
     Embedding and head run once per microbatch on all stages together, in `vocabulary` of the ticks; their
-    conditionals are those with arrays of `vocabulary_dim` (a stage's share of the vocabulary).
+    conditionals are those with arrays of `vocabulary_dim` (a stage's share of the vocabulary). Conditionals inside of
+    others are slots that hold a layer or not: on the average stage `slots_own` of them do, on the dearest one
+    `slots_any_stage`.
     """
 
     own: float = 1.0
     any_stage: float = 1.0
     vocabulary: float = 1.0
     vocabulary_dim: int | None = None
+    slots_own: float = 1.0
+    slots_any_stage: float = 1.0
 
 
 @dataclasses.dataclass
@@ -142,6 +146,7 @@ class _Walk:
         self.operations: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         self.spans: list[Span] = []
         self.vocabulary: dict[int, bool] = {}
+        self.in_branch = False
         self.warnings: list[str] = []
 
     # Each of these returns seconds and adds to the totals, `times` being how often the instruction runs.
@@ -234,9 +239,14 @@ class _Walk:
         """The longest branch sets the pace; the counts are those of the share of ticks it runs in."""
         called = [self.module.computations[one] for one in instruction.called]
         own, any_stage = self.branches.own, self.branches.any_stage
-        if any(self._has_vocabulary(computation) for computation in called):
+        if self.in_branch:
+            own, any_stage = self.branches.slots_own, self.branches.slots_any_stage
+        elif any(self._has_vocabulary(computation) for computation in called):
             own = any_stage = self.branches.vocabulary
-        return any_stage * max(self.walk(computation, times * own) for computation in called)
+        outer, self.in_branch = self.in_branch, True
+        longest = max(self.walk(computation, times * own) for computation in called)
+        self.in_branch = outer
+        return any_stage * longest
 
     def _has_vocabulary(self, computation: Computation) -> bool:
         found = self.vocabulary.get(computation.id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from jaxpar.dryrun.shape import Layout, ModelShape, layers_per_stage
+from jaxpar.dryrun.shape import Layout, ModelShape, stage_layers
 from jaxpar.models.count import flops_per_token
 
 
@@ -120,7 +120,7 @@ def flops_per_gpu(shape: ModelShape, layout: Layout) -> float:
     """Matmul FLOPs of one step, on the average GPU; layers that only fill up a stage are computed too."""
     tokens = tokens_per_pass(shape, layout) * layout.num_microbatches
     layers = sum(layer_flops_per_token(kind, layout) * count for kind, count in shape.kinds) / shape.num_layers
-    layers *= layers_per_stage(shape, layout)
+    layers *= stage_layers(shape, layout).average
     head = 2.0 * shape.embed_dim * shape.vocab / layout.tensor / layout.stage
     head *= 4 if layout.loss_chunk_tokens is not None and layout.loss_chunk_tokens < shape.seq_len else 3
     return tokens * (layers + head)

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxpar.config import Config
-from jaxpar.dryrun.shape import OPTIMIZER_FLOATS, Layout, ModelShape, can_fuse_attention, gradient_bytes
+from jaxpar.dryrun.shape import OPTIMIZER_FLOATS, Layout, ModelShape, can_fuse_attention, gradient_bytes, stage_layers
 from jaxpar.errors import UserError
 
 MOST_ACTIVE_CHUNKS = 4
 SHORTEST_CONTEXT_SHARD = 2048
-MOST_PADDING = 0.125  # of the layer slots of all stages
+MOST_PADDING = 0.125  # of the time of all stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +59,6 @@ class Space:
         for stage in divisors(N):
             if stage > min(shape.num_layers, self.limits.max_stage or shape.num_layers):
                 self.rejected["more stages than layers or than the limit"] += 1
-                continue
-            if stage > 1 and shape.num_experts and shape.first_dense:
-                self.rejected["stages are made of equal layers, and the first layers have no experts"] += 1
                 continue
             if stage > 1 and self._padding(stage, 1) > MOST_PADDING:
                 self.rejected["stages would hold too unequal numbers of layers"] += 1
@@ -136,7 +133,7 @@ class Space:
                     for sequence_parallel in (False, True) if mesh["tensor"] > 1 else (False,):
                         if sequence_parallel and self.shape.seq_len % (mesh["context"] * mesh["tensor"]):
                             continue
-                        for remat in self.limits.remat:
+                        for remat in self._remat(mesh["stage"]):
                             yield Layout(
                                 stage=mesh["stage"],
                                 replica=mesh["replica"],
@@ -166,6 +163,11 @@ class Space:
             levels = tuple(z for z in levels if z < 3) or levels
         return levels
 
+    def _remat(self, stage: int) -> tuple[str, ...]:
+        if stage > 1 and self.shape.num_experts and self.shape.first_dense:
+            return ("full",)  # stages skip slots, and keep only the inputs of layers
+        return self.limits.remat
+
     def _passes(self, rows: int, stage: int) -> Iterator[tuple[int, int]]:
         """(microbatches, chunks) of a step."""
         counts = [d for d in divisors(rows) if d <= self.limits.max_microbatches]
@@ -181,9 +183,11 @@ class Space:
                     yield count, chunks
 
     def _padding(self, stage: int, chunks: int) -> float:
-        """Share of the layer slots that hold no layer; slots are computed whether they hold one or not."""
-        layers, parts = self.shape.num_layers, stage * chunks
-        return 1.0 if parts > layers else 1 - layers / (parts * -(-layers // parts))
+        """Share of its time that a stage of average work waits for the dearest one."""
+        if stage * chunks > self.shape.num_layers:
+            return 1.0
+        layers = stage_layers(self.shape, Layout(stage=stage, chunks=chunks))
+        return 1 - self.shape.num_layers / stage / layers.pacing
 
 
 def config_of(config: Config, layout: Layout) -> Config:

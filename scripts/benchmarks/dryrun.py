@@ -132,7 +132,7 @@ def compare_compiled(
     key = config, one.gpu.name
     if key not in programs:
         programs[key] = compile_step(config, one.gpu, one.layout.num_gpus, gpus_per_node=one.gpus_per_node)
-    timeline = time_step(programs[key], one.layout, one.gpu, assumed, one.gpus_per_node)
+    timeline = time_step(programs[key], one.shape, one.layout, one.gpu, assumed, one.gpus_per_node)
 
     def closed_s(remat: str) -> float:
         layout = dataclasses.replace(one.layout, remat=remat)
