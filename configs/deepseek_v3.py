@@ -1,5 +1,8 @@
 """DeepSeek-V3, 671 billion parameters of which 37 billion act on a token, context 4096 (its pre-training).
 
+Published: 671B and, in its README_WEIGHTS.md, 36.7B active. Ours are 671.03B and, with the output head but not the
+embedding, 36.62B; with both, as that file says, 37.55B.
+
     python scripts/dryrun.py --config=configs/deepseek_v3.py --gpu=h100 --gpus=1024
     python scripts/train.py --config=configs/deepseek_v3.py --workdir=runs/deepseek_v3 \
         --config.data.files='data/*.jsonl' --config.data.tokenizer=data/tokenizer.json

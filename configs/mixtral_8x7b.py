@@ -1,5 +1,7 @@
 """Mixtral 8x7B, 46 702 792 704 parameters of which 12.9 billion act on a token, context 4096.
 
+Published: 46.7B and 12.9B active. Ours, with embedding and head, is 12.88B.
+
     python scripts/dryrun.py --config=configs/mixtral_8x7b.py --gpu=h100 --gpus=64
     python scripts/train.py --config=configs/mixtral_8x7b.py --workdir=runs/mixtral_8x7b \
         --config.data.files='data/*.jsonl' --config.data.tokenizer=data/tokenizer.json
