@@ -34,8 +34,8 @@ class ContextPlan:
     size: int
     ring: int
     groups: int
-    in_branches: bool  # attention runs in the stages of a pipeline, where a ring has to swap blocks in pairs
     reason: str
+    in_branches: bool = False  # attention runs in the stages of a pipeline, where a ring has to swap blocks in pairs
 
     @property
     def zigzag(self) -> int:
@@ -120,7 +120,7 @@ class _Facts:
 
     def plan(self, mode: str, reason: str) -> ContextPlan:
         ring = self.ring(mode)
-        return ContextPlan(mode, self.size, ring, self.size // ring, self.stage > 1, reason)
+        return ContextPlan(mode, self.size, ring, self.size // ring, reason, in_branches=self.stage > 1)
 
     def ring(self, mode: str) -> int:
         """Places of the ring that a mode reads the axis as."""
