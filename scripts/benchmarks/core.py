@@ -2,8 +2,8 @@
 
 The floor is a single-file transformer step that knows nothing of jaxpar: plain dictionaries, no names, no rules. Both
 run the same sizes in turn, so a noisy machine slows both. With data 8 a device gets 1,024 tokens per step; the last
-row of steps has 256, where the update of all parameters on every device weighs most. There the skip of steps that are
-not finite shows, which the hand-written step does not have: XLA:CPU copies both moments for it.
+row of steps has 256, where the update of all parameters on every device weighs most, and with it the skip of steps that
+are not finite, which the hand-written step does not have.
 """
 
 from __future__ import annotations
