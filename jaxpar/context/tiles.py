@@ -126,6 +126,7 @@ def forward(
         q_tile, at_q_tile = own(q), at_q.part(start, row_tiles.length)
 
         def absorb(part: Partial, start: jax.Array) -> Partial:
+            """`part` with one tile of keys; one that no query sees is left out."""
             at_k_tile = at_k.part(start, column_tiles.length)
             visible = lambda: merge(  # noqa: E731
                 part,
