@@ -5,6 +5,7 @@ Dims: B batch, T sequence, H query heads, G KV heads, K head_dim.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -97,7 +98,27 @@ def _swapping(
     else:
         place = Place(jnp.arange(q.shape[1]), segments)
         out = ring.whole(q, k, v, place, place, window, sinks, scores)
+    return _swap_back(out, plan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _swap_back(out: jax.Array, plan: ContextPlan) -> jax.Array:
+    """Heads for sequence again. Backward, the cotangent waits for `out`.
+
+    A rematerialised layer has the cotangent first. Swapped at once, it would lie beside all that attention needs.
+    """
     return _swap(out, plan, split=1, join=2)
+
+
+def _swap_back_forward(out: jax.Array, plan: ContextPlan) -> tuple[jax.Array, jax.Array]:
+    return _swap_back(out, plan), out
+
+
+def _swap_back_backward(plan: ContextPlan, out: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (_swap(jax.lax.optimization_barrier((cotangent, out))[0], plan, split=2, join=1),)
+
+
+_swap_back.defvjp(_swap_back_forward, _swap_back_backward)
 
 
 def _swap(a: jax.Array, plan: ContextPlan, *, split: int, join: int) -> jax.Array:

@@ -47,7 +47,8 @@ def _whole_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, at_q: Place, at_k: Place, window: jax.Array | None,
     sinks: jax.Array | None, scores: Scores,
 ) -> tuple[jax.Array, tuple]:  # fmt: skip
-    part = tiles.forward(Partial.nothing(q), q, k, v, at_q, at_k, window, scores)
+    zero, q, k, v = tiles.held(q, k, v)
+    part = tiles.forward(Partial.nothing(q, zero), q, k, v, at_q, at_k, window, scores)
     part = tiles.with_sinks(part, sinks)
     out = part.out.astype(q.dtype)
     return out, (q, k, v, out, part.log_sum, at_q, at_k, window, sinks)
@@ -55,8 +56,9 @@ def _whole_forward(
 
 def _whole_backward(scores: Scores, saved: tuple, cotangent: jax.Array) -> tuple:
     q, k, v, out, log_sum, at_q, at_k, window, sinks = saved
-    result = Result.of(out, log_sum, cotangent)
-    grads = tiles.backward(Grads.zeros(q, k, v), q, k, v, result, at_q, at_k, window, scores)
+    zero, out, cotangent = tiles.held(out, cotangent)
+    result, nothing = Result.of(out, log_sum, cotangent), Grads.zeros(q, k, v, zero=zero)
+    grads = tiles.backward(nothing, q, k, v, result, at_q, at_k, window, scores)
     d_sinks = tiles.sink_gradient(result, sinks)
     return grads.q.astype(q.dtype), grads.k.astype(k.dtype), grads.v.astype(v.dtype), None, None, None, d_sinks
 
@@ -107,6 +109,7 @@ def _on_ring_forward(
     sinks: jax.Array | None, scores: Scores, ring: Ring,
 ) -> tuple[jax.Array, tuple]:  # fmt: skip
     share = _Share.of(k)
+    zero, q, k, v = tiles.held(q, k, v)
 
     def go_round(done: Partial, number: jax.Array) -> Partial:
         """The ring of one share of the heads."""
@@ -115,7 +118,7 @@ def _on_ring_forward(
         part = tiles.with_sinks(_ring_forward(mine, keys), share.take(sinks, number, axis=0))
         return Partial(share.put(done.out, part.out, number), share.put(done.log_sum, part.log_sum, number))
 
-    out = Partial(jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
+    out = Partial(jnp.full(q.shape, zero, q.dtype), jnp.full(q.shape[:-1], zero))
     out, log_sum = tiles.loop(share.num, go_round, out)
     return out, (q, k, v, segments, window, sinks, out, log_sum)
 
@@ -124,15 +127,14 @@ def _on_ring_backward(scores: Scores, ring: Ring, saved: tuple, cotangent: jax.A
     q, k, v, segments, window, sinks, out, log_sum = saved
     result, share = Result.of(out, log_sum, cotangent), _Share.of(k)
 
-    def go_round(done: Grads, number: jax.Array) -> Grads:
-        """The ring of one share of the heads."""
-        mine = _Queries(share.take(q, number), segments, window, share.scores(scores, q.shape[1]), ring)
-        keys = _Keys(share.take(k, number), share.take(v, number), segments)
-        part = _ring_backward(mine, keys, Result(*(share.take(a, number) for a in result)))
-        return Grads(*(share.put(a, more, number) for a, more in zip(done, part, strict=True)))
+    def go_round(left: Grads, number: jax.Array) -> Grads:
+        """The ring of one share of the heads; its gradients take the place of its queries, keys and values."""
+        mine_q, mine_k, mine_v = (share.take(a, number) for a in left)
+        mine = _Queries(mine_q, segments, window, share.scores(scores, q.shape[1]), ring)
+        part = _ring_backward(mine, _Keys(mine_k, mine_v, segments), Result(*(share.take(a, number) for a in result)))
+        return Grads(*(share.put(a, more, number) for a, more in zip(left, part, strict=True)))
 
-    nothing = Grads(*(jnp.zeros(a.shape, a.dtype) for a in (q, k, v)))
-    dq, dk, dv = tiles.loop(share.num, go_round, nothing)
+    dq, dk, dv = tiles.loop(share.num, go_round, Grads(q, k, v))
     return dq, dk, dv, None, None, tiles.sink_gradient(result, sinks)
 
 
