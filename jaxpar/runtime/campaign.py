@@ -229,9 +229,13 @@ class Broken:
         self.checkpoints = self.workdir / "checkpoints"
 
     def start(self, gang: bool) -> Training:
-        """Start, or resume; begins anew when the run is near its end."""
+        """Start or resume a run that is to be hurt; begins anew when it is near its end."""
         if self.newest() > self.plan.steps // 4:
             self.start_over()
+        return self.resume(gang)
+
+    def resume(self, gang: bool) -> Training:
+        """Go on from what is there."""
         return Training(self.plan, self.config, self.workdir, gang=gang)
 
     def start_over(self) -> None:
@@ -369,7 +373,7 @@ def _signal_one(broken: Broken, training: Training, number: signal.Signals) -> s
 
 def _goes_on(broken: Broken, gang: bool, skipped: int | None = None) -> str:
     """Start again, see a step finish, and stop in good order."""
-    with broken.start(gang) as training:
+    with broken.resume(gang) as training:
         training.wait_for(lambda: training.step >= 0, "a step after the fault")
         if skipped is not None and not training.told(f"checkpoint {skipped} is skipped"):
             raise LostError(f"the damaged step {skipped} was not noticed:\n{training.tail()}")
