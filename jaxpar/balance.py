@@ -24,7 +24,7 @@ def with_balance(optimizer: optax.GradientTransformation, rate: float) -> optax.
         return jax.tree.map(choose, updates, grads, is_leaf=_is_variable), state
 
     def choose(ordinary: Any, gradient: Any) -> Any:
-        if not isinstance(gradient, nnx.Variable) or gradient.axes[-1:] != ("choice",) or "embed" in gradient.axes:
+        if not isinstance(gradient, nnx.Variable) or gradient.axes[-1:] != ("balance",):
             return ordinary
         return ordinary.replace(-rate * jnp.sign(gradient[...]))
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpar.build import Built, build
 from jaxpar.config import Config, MoeConfig, ParallelConfig, PipelineConfig
+from jaxpar.context_plan import choose
 from jaxpar.mesh import AXES
 from jaxpar.models.loss import Sums
 from jaxpar.step import row_keys_of
@@ -77,9 +78,11 @@ def shrunk(config: Config) -> Config:
     """A small float32 copy of the config that its mesh still divides."""
     model = config.model
     degree = {axis: max(getattr(config.parallel, axis), 1) for axis in AXES}
-    heads, kv_heads = _few_heads(model.num_heads, model.kv_heads, degree["tensor"])
+    heads, kv_heads = _few_heads(model.num_heads, model.kv_heads, degree["tensor"], degree["context"])
     unit = math.lcm(8 * degree["tensor"], _product(degree, "data", "context", "expert"))
     width = unit * max(32 // unit, 1)
+    plan = choose(config, context=degree["context"], tensor=degree["tensor"], stage=degree["stage"])
+    parallel = config.parallel if plan is None else dataclasses.replace(config.parallel, context_mode=plan.mode)
     seq_len = math.lcm(32, 2 * degree["context"] * degree["tensor"])
     wanted_layers = max(2, degree["stage"] * config.pipeline.chunks, len(model.window_pattern))
     small = dataclasses.replace(
@@ -104,6 +107,7 @@ def shrunk(config: Config) -> Config:
     return dataclasses.replace(
         config,
         model=small,
+        parallel=parallel,
         seq_len=seq_len,
         global_batch=rows,
         pipeline=pipeline,
@@ -112,10 +116,13 @@ def shrunk(config: Config) -> Config:
     )
 
 
-def _few_heads(heads: int, kv_heads: int, tensor: int) -> tuple[int, int]:
-    """As few heads as keep the group size and how KV heads meet the tensor axis: split, or repeated."""
-    few = next(n for n in (2 * tensor, tensor, kv_heads) if kv_heads % n == 0)
-    return few * (heads // kv_heads), few
+def _few_heads(heads: int, kv_heads: int, tensor: int, context: int) -> tuple[int, int]:
+    """As few heads as keep the group size, how KV heads meet the tensor axis (split, or repeated), and context."""
+    group = heads // kv_heads
+    groups = lambda n: math.gcd(context, n * group // tensor)  # devices that swap sequence for heads  # noqa: E731
+    wanted = [2 * tensor, tensor, *range(3 * tensor, kv_heads, tensor), kv_heads]
+    few = next(n for n in wanted if kv_heads % n == 0 and groups(n) == groups(kv_heads))
+    return few * group, few
 
 
 def _few_experts(moe: MoeConfig, expert_axis: int, width: int) -> MoeConfig:
@@ -141,7 +148,7 @@ def _microbatches(config: Config) -> int | None:
 
 
 def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Packed rows of random tokens with very uneven numbers of trained tokens; the last row may have none."""
+    """Packed rows of random tokens: very uneven numbers of trained tokens, all but the first row end in padding."""
     rng = np.random.default_rng(seed)
     rows, length = config.global_batch, config.seq_len
     tokens = rng.integers(0, config.model.true_vocab, (rows, length + 1)).astype(np.int32)
@@ -149,12 +156,15 @@ def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     second = np.arange(length) >= cut  # every row packs two documents
     weights = (np.arange(length) < rng.integers(0, length + 1, (rows, 1))).astype(np.float32)
     weights[0] = 1.0
+    end = rng.integers(3 * length // 4, length, (rows, 1))
+    end[0] = length
+    real = np.arange(length) < end
     return {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
-        "weights": weights,
-        "positions": np.where(second, np.arange(length) - cut, np.arange(length)).astype(np.int32),
-        "segment_ids": (1 + second).astype(np.int32),
+        "weights": weights * real,
+        "positions": (np.where(second, np.arange(length) - cut, np.arange(length)) * real).astype(np.int32),
+        "segment_ids": ((1 + second) * real).astype(np.int32),
     }
 
 

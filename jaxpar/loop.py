@@ -77,13 +77,13 @@ class Outcome:
     step: int
     exit_code: int
     metrics: dict[str, float]
-    history: list[dict[str, float]]
+    history: list[dict[str, Any]]
 
 
 def run_steps(run: Run) -> Outcome:
     """Train from the state's step to `config.steps`, or until the data or a signal ends it."""
     config, step = run.config, int(run.state.step)
-    history: list[dict[str, float]] = []
+    history: list[dict[str, Any]] = []
     saved_at = step if step else -1
     logged_tokens = _TokenSum()
     exit_code, last_logged = 0, step
@@ -139,9 +139,9 @@ class _TokenSum:
 
 def _log(
     run: Run, step: int, metrics: Mapping[str, jax.Array], tokens: int, steps: int, evaluate_now: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Fetch the metrics of one step, evaluate if asked, write and show one row; stops a run that no longer learns."""
-    values = {name: np.asarray(value).item() for name, value in jax.device_get(dict(metrics)).items()}
+    values = {name: np.asarray(value).tolist() for name, value in jax.device_get(dict(metrics)).items()}
     rates = run.throughput.interval(steps=max(steps, 1), tokens=tokens)
     row = {**values, "interval_tokens": tokens, **rates.as_metrics()}
     if evaluate_now:
@@ -171,7 +171,7 @@ class NonFiniteError(RuntimeError):
     """Training diverged: too many non-finite steps in a row."""
 
 
-def _save(run: Run, step: int, history: list[dict[str, float]]) -> None:
+def _save(run: Run, step: int, history: list[dict[str, Any]]) -> None:
     evaluated = next((row for row in reversed(history) if "eval_loss" in row and row["step"] == step), None)
     extra: dict[str, Any] = {"data": run.loader.state(), "precision": run.config.precision}
     if evaluated is not None:

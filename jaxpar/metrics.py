@@ -166,7 +166,7 @@ class MetricsWriter:
             self._tensorboard = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log the values of one step: numbers (numpy and jax scalars too) or text; nan and inf become null."""
+        """Log the values of one step: numbers (numpy and jax arrays too) or text; nan and inf become null."""
         if self._file is None:
             return
         assert step > self._last_step, f"step {step} is logged after step {self._last_step}"
@@ -232,9 +232,11 @@ def _step_of(line: str) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number, text or None; json then writes floats by repr, in full precision."""
-    if hasattr(value, "item"):
-        value = value.item()
+    """A Python number, text, None or a list of them; json then writes floats by repr, in full precision."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -22,6 +22,7 @@ LOGICAL_AXES: dict[str, str] = {
     "leading": "stacked layers without experts, before those that have them",
     "expert": "experts",
     "choice": "what a router chooses from: the experts, never split",
+    "balance": "the same, of the bias that keeps the choice balanced without a loss",
     "latent": "compressed features of multi-head latent attention",
     "rank": "rank of a low-rank adapter",
     "stage": "pipeline stages",
@@ -46,3 +47,8 @@ def is_matrix(axes: tuple[str, ...]) -> bool:
     `(heads, head_dim)` too, yet both are vectors.
     """
     return len({SIDES.get(name, name) for name in unstacked(axes)}) > 1
+
+
+def is_multiplied(axes: tuple[str, ...]) -> bool:
+    """Whether products take a leaf in the compute dtype: a matrix that is not a router, which works in float32."""
+    return is_matrix(axes) and "choice" not in axes

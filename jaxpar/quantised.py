@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.errors import raise_together
-from jaxpar.names import STACKED, is_matrix
+from jaxpar.names import STACKED, is_multiplied
 from jaxpar.sharding import map_parameters, named_parameters
 
 Tree = TypeVar("Tree")
@@ -115,7 +115,7 @@ def _in_blocks(value: jax.Array, dim: int, length: int) -> jax.Array:
 
 
 def _is_held(variable: nnx.Variable) -> bool:
-    return is_matrix(tuple(variable.axes)) and "choice" not in variable.axes
+    return is_multiplied(tuple(variable.axes))
 
 
 def _blocks(variable: nnx.Variable) -> tuple[int, int] | None:

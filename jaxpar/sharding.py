@@ -35,10 +35,14 @@ from jaxpar.config import Config, ParallelConfig
 from jaxpar.errors import UserError
 from jaxpar.manual import entry_axes
 from jaxpar.mesh import BATCH_AXES
-from jaxpar.names import STACKED, is_matrix
+from jaxpar.names import STACKED, is_matrix, is_multiplied
 
 Tree = TypeVar("Tree")
 log = logging.getLogger(__name__)
+
+# Of one row, above which attention over whole rows that context parallelism brings together takes our own kernel: cuDNN
+# has no documents and no window that change within a batch or a model, only a mask of all pairs of tokens.
+LARGEST_MASK_BYTES = 2**30
 
 
 class Rules:
@@ -111,6 +115,7 @@ def default_rules(parallel: ParallelConfig, *, kv_heads_split: bool = True) -> R
             "leading": None,
             "expert": "expert",
             "choice": None,
+            "balance": None,
             "latent": None,
             "rank": None,
             "stage": "stage",
@@ -165,13 +170,14 @@ class Layout:
     def weights(self, module: Tree, *, lookup: bool = False) -> Tree:
         """The module's parameters in the compute mapping, their gradients in the gradient mapping.
 
-        Matrices are cast to the compute dtype first, so that gathering a split weight moves the smaller bytes.
+        Matrices (but for routers) are cast to the compute dtype first, so that gathering a split weight moves the
+        smaller bytes.
         """
 
         def place(variable: nnx.Variable) -> nnx.Variable:
             value = variable.get_value()
             axes = variable.axes[len(variable.axes) - value.ndim :]  # a scan has taken the leading stacked dims
-            dtype = self.compute_dtype if is_matrix(axes) else value.dtype
+            dtype = self.compute_dtype if is_multiplied(axes) else value.dtype
             placed = self.placement(axes, value.shape, "weight")
             reduce_first = lookup or self.reduces_whole(placed.compute)
             return variable.replace(_gather(value, dtype, placed, self.mesh, reduce_first=reduce_first))
@@ -185,9 +191,13 @@ class Layout:
     def attend(
         self, kernel: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, rules: Any
     ) -> jax.Array:
-        """Attention; across devices by the plan, where `context` splits the rows."""
+        """Attention; across devices by the plan, where `context` splits the rows.
+
+        Whole rows go to cuDNN where the config asks for it, or where "auto" takes it and its mask is not too large.
+        """
         if self.context is None:
             return kernel(q, k, v, mask, rules)
+        ours = rules.kernel == "xla" or (not rules.asked and mask.dense_bytes(q.shape[1]) > LARGEST_MASK_BYTES)
         kv_heads = "heads" if self.kv_repeat > 1 else "kv_heads"
         return context.attend(
             q, k, v, mask.segments, mask.window, mask.sinks,
@@ -196,7 +206,7 @@ class Layout:
             mesh=self.mesh,
             q_spec=self.rules.spec(("batch", "seq", "heads", "head_dim")),
             kv_spec=self.rules.spec(("batch", "seq", kv_heads, "head_dim")),
-            kernel=None if rules.kernel == "xla" else lambda q, k, v, *m: kernel(q, k, v, type(mask)(*m), rules),
+            kernel=None if ours else lambda q, k, v, *m: kernel(q, k, v, type(mask)(*m), rules),
         )  # fmt: skip
 
     def experts(

@@ -52,8 +52,8 @@ def train_step(state: TrainState, batch: Batch, rules: StepRules) -> tuple[Train
     tokens = jnp.maximum(sums.tokens, 1.0)
     factor = 1.0 / (tokens * scale)
     loss, grad_norm = sums.loss / tokens, factor * optax.tree.norm(grads)
-    auxiliary = _auxiliary(sums.aux, tokens)
-    finite = jnp.isfinite(jnp.stack([loss, grad_norm, *auxiliary.values()])).all()
+    auxiliary = _auxiliary(sums.aux)
+    finite = jnp.isfinite(jnp.hstack([loss, grad_norm, *auxiliary.values()])).all()
     applied = finite & (sums.tokens > 0)
 
     if (limit := rules.clip_norm) is not None:
@@ -160,15 +160,19 @@ def row_keys_of(seed: int, step: jax.Array, rows: int) -> jax.Array:
     return jax.vmap(lambda row: jax.random.fold_in(step_key, row))(jnp.arange(rows))
 
 
-def _auxiliary(aux: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
-    """Scalar sums as means over tokens; of a vector (tokens per expert) the largest and smallest, 1.0 being even."""
+def _auxiliary(aux: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Scalar sums as means over the routed tokens; a vector (tokens per expert), and its ends over its mean."""
     found = {}
     for name, value in aux.items():
         if value.ndim:
             even = jnp.maximum(value.mean(), 1e-30)
-            found |= {f"aux_{name}_max": value.max() / even, f"aux_{name}_min": value.min() / even}
-        elif name != "loss":
-            found[f"aux_{name}"] = value / tokens
+            found |= {
+                f"aux_{name}": value,
+                f"aux_{name}_max": value.max() / even,
+                f"aux_{name}_min": value.min() / even,
+            }
+        elif name not in ("loss", "routed"):
+            found[f"aux_{name}"] = value / jnp.maximum(aux["routed"], 1.0)
     return found
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxpar.config import Config, ParallelConfig
-from jaxpar.errors import raise_together
+from jaxpar.context_plan import choose
+from jaxpar.errors import UserError, raise_together
 from jaxpar.models import families
 
 AXES = ("stage", "replica", "data", "expert", "context", "tensor")  # of the mesh, outermost first
@@ -185,16 +186,15 @@ def _batch(config: Config, sizes: Sizes) -> Iterator[str]:
 def _sequence(config: Config, sizes: Sizes) -> Iterator[str]:
     context, tensor = sizes["context"] or 1, sizes["tensor"] or 1
     factors = {"parallel.context": context}
-    # The causal ring gives each device one early and one late piece, so that the work is even.
-    if context > 1 and config.parallel.context_mode in ("auto", "ring", "ring_all_to_all"):
-        factors["2 (halves of the ring)"] = 2
     if config.parallel.sequence_parallel:
         factors["parallel.tensor (sequence_parallel)"] = tensor
     yield from _indivisible("seq_len", config.seq_len, math.prod(factors.values()), _product(factors))
-    if context > 1 and config.parallel.context_mode == "all_to_all":
-        heads = config.model.num_heads
-        why = _product({"parallel.tensor": tensor, "parallel.context": context})
-        yield from _indivisible("model.num_heads", heads, tensor * context, f"{why} (context_mode all_to_all)")
+    if config.seq_len % context or config.model.num_heads % tensor or config.model.num_heads % config.model.kv_heads:
+        return  # said here or by `_attention`
+    try:
+        choose(config, context=context, tensor=tensor, stage=sizes["stage"] or 1)
+    except UserError as error:
+        yield str(error)
 
 
 def _width(config: Config, sizes: Sizes) -> Iterator[str]:

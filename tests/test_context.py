@@ -278,5 +278,5 @@ def test_refusals_name_what_would_work(case: Case, words: str):
 
 def test_odd_shards_cannot_be_zigzag():
     config = dataclasses.replace(Case("ring", 4).config(), seq_len=20)
-    with pytest.raises(UserError, match="seq_len that divides by 8"):
+    with pytest.raises(UserError, match="not divisible by parallel.context x 2"):
         context.choose(config, context=4, tensor=1, stage=1)

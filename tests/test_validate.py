@@ -129,18 +129,28 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
     ),
     (
         {"seq_len": 68, "parallel.context": 8, "parallel.context_mode": "all_gather"},
-        ["seq_len = 68", "parallel.context = 8"],
-        {"seq_len": 72},
+        ["seq_len = 68", "parallel.context = 8", "use 64 or 72"],
+        {"seq_len": 64},
     ),
     (
         {"seq_len": 72, "parallel.context": 8, "parallel.context_mode": "ring"},
-        ["seq_len = 72", "parallel.context x 2 (halves of the ring) = 8 x 2 = 16", "use 64 or 80"],
+        ["seq_len = 72", "parallel.context x 2", "= 8 x 2 = 16", "use 64 or 80"],
         {"seq_len": 80},
     ),
     (
         {"parallel.context": 4, "parallel.tensor": 4, "parallel.context_mode": "all_to_all", "parallel.data": 1},
-        ["model.num_heads = 8", "parallel.tensor x parallel.context = 4 x 4 = 16", "16 devices"],
-        {"parallel.tensor": 2},
+        ["2 query heads per tensor shard", "parallel.context = 4; use parallel.context = 2", "16 devices"],
+        {"parallel.context": 2},
+    ),
+    (
+        {"parallel.context": 4, "parallel.context_mode": "ring_all_to_all"},
+        ['parallel.context_mode = "ring_all_to_all"', "8 query heads per tensor shard", 'use "all_to_all"'],
+        {"parallel.context_mode": "all_to_all"},
+    ),
+    (
+        {"seq_len": 65 * 8, "parallel.context": 8, "parallel.context_mode": "all_gather"},
+        ["seq_len = 520", "8 x 2 = 16", "use 512 or 528"],
+        {"seq_len": 528},
     ),
     (
         {"parallel.stage": 4, "model.num_layers": 3},
@@ -409,3 +419,9 @@ def test_defaults_and_parts_that_are_on_have_no_note():
     on = {"parallel": {"stage": 2, "context": 2, "context_mode": "ring"}, "pipeline": {"chunks": 2}}
     assert unused_settings(config_file.from_dict({})) == []
     assert unused_settings(config_file.from_dict(on)) == []
+
+
+def test_auto_takes_a_length_that_only_a_ring_cannot():
+    settings = {"seq_len": 68, "parallel.context": 4, "parallel.context_mode": "auto"}
+    assert validate.problems(config(settings), 8) == []
+    assert validate.problems(config(settings | {"parallel.context_mode": "ring"}), 8) != []

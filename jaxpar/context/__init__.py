@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxpar.context.exchange import attend
-from jaxpar.context.plan import ContextPlan, choose, stream_order
 from jaxpar.context.tiles import Scores
+from jaxpar.context_plan import ContextPlan, choose, stream_order
 
 __all__ = ["ContextPlan", "Scores", "attend", "choose", "stream_order"]

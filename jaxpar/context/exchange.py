@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.context import ring
-from jaxpar.context.plan import ContextPlan, stream_order
 from jaxpar.context.rotation import PairedRing, Ring
-from jaxpar.context.tiles import Place, Scores
+from jaxpar.context.tiles import Place, Scores, tile_length
+from jaxpar.context_plan import ContextPlan, stream_order
 from jaxpar.manual import split_by_hand
 
 AXIS = "context"
@@ -72,7 +72,7 @@ def _gathering(
     gather = lambda a: jax.lax.all_gather(a, AXIS, axis=1, tiled=True)  # noqa: E731
     all_segments = None if segments is None else gather(segments)
     # A tile never spans the two pieces of a place, so that what causality hides can be skipped.
-    scores = scores._replace(tile=min(scores.tile, length // 2))
+    scores = scores._replace(tile=tile_length(length // 2, scores.tile))
     return ring.whole(q, gather(k), gather(v), Place(own, segments), Place(order, all_segments), window, sinks, scores)
 
 

@@ -282,7 +282,18 @@ class _Tiles(NamedTuple):
 
 
 def _cut(stretch: Stretch | None, a: jax.Array, scores: Scores) -> _Tiles:
-    """A stretch of [B, T, ...] in equal tiles of at most `scores.tile` tokens."""
+    """A stretch of [B, T, ...] in equal tiles of about `scores.tile` tokens."""
     start, length = stretch or Stretch(0, a.shape[1])
-    num = next(num for num in range(max(1, -(-length // scores.tile)), length + 1) if length % num == 0)
-    return _Tiles(start, num, length // num)
+    tile = tile_length(length, scores.tile)
+    return _Tiles(start, length // tile, tile)
+
+
+def tile_length(length: int, wanted: int) -> int:
+    """The divisor of `length` nearest to `wanted` as a ratio, all of it if no longer than that.
+
+    A length without divisors in between (a prime) is better off in one large tile than in tiny ones.
+    """
+    if length <= wanted:
+        return length
+    divisors = (n for n in range(1, length + 1) if length % n == 0)
+    return min(divisors, key=lambda n: (max(n / wanted, wanted / n), n))

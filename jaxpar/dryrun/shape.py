@@ -190,7 +190,8 @@ class ModelShape:
         D, E, F = self.embed_dim, self.num_experts, self.expert_dim
         into = ("gate", "up") if self.gated else ("up",)
         out = [Leaf("router", (D, E), ("embed", "choice"))]
-        out += [Leaf("choice_bias", (E,), ("choice",)) for _ in range(self.router_bias + self.balance_bias)]
+        out += [Leaf("router_bias", (E,), ("choice",))] if self.router_bias else []
+        out += [Leaf("balance", (E,), ("balance",))] if self.balance_bias else []
         out += [Leaf(f"expert_{name}", (E, D, F), ("expert", "embed", "mlp")) for name in into]
         out.append(Leaf("expert_down", (E, F, D), ("expert", "mlp", "embed")))
         if self.mlp_bias:

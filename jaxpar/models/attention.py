@@ -45,13 +45,18 @@ class Mask(NamedTuple):
             allowed = near if allowed is None else allowed & near
         return allowed
 
+    def dense_bytes(self, length: int) -> int:
+        """What `dense` costs a row in cuDNN, which wants it as a bias too: bool and 16-bit [T, S]."""
+        return 0 if self.segments is None and self.window is None else 3 * length**2
+
 
 class ScoreRules(NamedTuple):
-    """How scores are made of products, and by which library: "xla" or "cudnn"."""
+    """How scores are made of products, and by which library: "xla" or "cudnn"; `asked`: the config names it."""
 
     scale: float
     soft_cap: float | None = None
     kernel: str = "xla"
+    asked: bool = False
 
 
 def attend(
@@ -125,7 +130,7 @@ def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 
 def attend_by_rules(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: ScoreRules) -> jax.Array:
     """`attend` with its settings in one tuple, as a `Sharder` passes them on."""
-    return attend(q, k, v, mask, **rules._asdict())
+    return attend(q, k, v, mask, scale=rules.scale, soft_cap=rules.soft_cap, kernel=rules.kernel)
 
 
 class Attention(nnx.Module):
@@ -163,6 +168,7 @@ class Attention(nnx.Module):
             scale=self.config.score_scale,
             soft_cap=soft_cap,
             kernel=chosen_kernel(q_BTHK, soft_cap, self.config.attention, sinks=sinks is not None),
+            asked=self.config.attention != "auto",
         )
         kernel = functools.partial(sharder.attend, attend_by_rules, rules=rules)
         if self.recompute:

@@ -107,4 +107,5 @@ class LatentAttention(nnx.Module):
 
     def _rules(self, q: jax.Array) -> ScoreRules:
         cap = self.config.attention_soft_cap
-        return ScoreRules(self.config.score_scale, cap, chosen_kernel(q, cap, self.config.attention))
+        kernel = self.config.attention
+        return ScoreRules(self.config.score_scale, cap, chosen_kernel(q, cap, kernel), asked=kernel != "auto")

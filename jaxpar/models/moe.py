@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxpar.config import ModelConfig, MoeConfig
@@ -42,7 +43,7 @@ class Moe(nnx.Module):
         self.config, self.dtype = config, precision.compute
         self.router = normal(rngs, (D, E), ("embed", "choice"), std)
         self.router_bias = constant(0.0, (E,), ("choice",)) if moe.router_bias else None
-        self.balance = constant(0.0, (E,), ("choice",)) if moe.choice_bias or moe.bias_update_rate > 0 else None
+        self.balance = constant(0.0, (E,), ("balance",)) if moe.choice_bias or moe.bias_update_rate > 0 else None
         self.gate = normal(rngs, (E, D, F), ("expert", "embed", "mlp"), std) if config.gated else None
         self.up = normal(rngs, (E, D, F), ("expert", "embed", "mlp"), std)
         self.down = normal(rngs, (E, F, D), ("expert", "mlp", "embed"), residual_std(config))
@@ -65,7 +66,8 @@ class Moe(nnx.Module):
         if self.router_bias is not None:
             logits = logits + self.router_bias[...].astype(jnp.float32)
         logits = sharder.activation(logits, "batch", "seq", "choice")
-        routing = route(logits, valid, bias, self.config.moe, num_layers=self.config.num_layers)
+        moe, order = self.config.moe, sharder.order(x.shape[1])
+        routing = route(logits, valid, bias, moe, num_layers=self.config.num_layers, order=order)
         weights = (self.gate, self.up, self.down, self.gate_bias, self.up_bias)
         experts = Experts(*(None if w is None else w[...].astype(self.dtype) for w in weights))  # pyright: ignore
         y = sharder.experts(self._kernel, x, routing.chosen, routing.weights, experts)
@@ -98,8 +100,14 @@ class Moe(nnx.Module):
         return sharder.activation(y, "batch", "residual_seq", "embed")
 
 
-def route(logits: jax.Array, valid: jax.Array, bias: jax.Array | None, moe: MoeConfig, *, num_layers: int) -> Routing:
-    """Choices from float32 logits [B, T, E]; valid bool [B, T]; bias float32 [E] shifts the choice, not the weights."""
+def route(
+    logits: jax.Array, valid: jax.Array, bias: jax.Array | None, moe: MoeConfig, *, num_layers: int,
+    order: np.ndarray | None = None,
+) -> Routing:  # fmt: skip
+    """Choices from float32 logits [B, T, E]; valid bool [B, T]; bias float32 [E] shifts the choice, not the weights.
+
+    `order` int32 [T]: index in the row of every position, None when they are the same; it settles equal scores.
+    """
     scores = jax.nn.softmax(logits) if moe.router == "softmax" else jax.nn.sigmoid(logits)
     preference = jax.lax.stop_gradient(scores if bias is None else scores + bias)
     if moe.num_groups > 1:
@@ -113,7 +121,7 @@ def route(logits: jax.Array, valid: jax.Array, bias: jax.Array | None, moe: MoeC
 
     kept = jnp.broadcast_to(valid[..., None], chosen.shape)
     if moe.dispatch == "capacity":
-        kept = kept & _within_capacity(jnp.where(kept, chosen, moe.num_experts), chosen_scores, valid, moe)
+        kept = kept & _within_capacity(jnp.where(kept, chosen, moe.num_experts), chosen_scores, valid, moe, order)
     aux = _sums(logits, scores, is_chosen.any(-2), kept, valid, bias, moe, num_layers)
     return Routing(jnp.where(kept, chosen, moe.num_experts), jnp.where(kept, weights, 0.0), aux)
 
@@ -143,20 +151,24 @@ def _only_best_groups(preference: jax.Array, moe: MoeConfig) -> jax.Array:
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(preference.shape)
 
 
-def _within_capacity(chosen: jax.Array, scores: jax.Array, valid: jax.Array, moe: MoeConfig) -> jax.Array:
+def _within_capacity(
+    chosen: jax.Array, scores: jax.Array, valid: jax.Array, moe: MoeConfig, order: np.ndarray | None
+) -> jax.Array:
     """Which choices their experts have room for, bool [B, T, k].
 
-    Room is counted per row, from its real tokens, and goes to the largest scores first: so it depends neither on the
-    layout nor on the order of the tokens.
+    Room is counted per row, from its real tokens, and goes to the largest scores first, of equal ones to the earliest
+    in the row: so it depends neither on the layout nor on the order in which the row is held.
     """
     B, T, k = chosen.shape
     expert, urgency = chosen.reshape(B, -1), -scores.reshape(B, -1)
     place = jax.lax.broadcasted_iota(jnp.int32, expert.shape, 1)
-    sorted_expert, _, order = jax.lax.sort((expert, urgency, place), dimension=1, num_keys=2)
+    in_row = jnp.arange(T, dtype=jnp.int32) if order is None else jnp.asarray(order, jnp.int32)
+    in_row = jnp.broadcast_to(in_row[:, None], chosen.shape).reshape(B, -1)
+    sorted_expert, _, _, places = jax.lax.sort((expert, urgency, in_row, place), dimension=1, num_keys=3)
     counts = jnp.sum(expert[..., None] == jnp.arange(moe.num_experts + 1), 1)
     starts = jnp.cumsum(counts, -1) - counts
     rank = place - jnp.take_along_axis(starts, sorted_expert, 1)
-    rank = jax.lax.sort((order, rank), dimension=1, num_keys=1)[1].reshape(B, T, k)
+    rank = jax.lax.sort((places, rank), dimension=1, num_keys=1)[1].reshape(B, T, k)
     tokens = valid.sum(-1)
     room = jnp.ceil(moe.capacity_factor * tokens * moe.experts_per_token / moe.num_experts)
     return rank < room[:, None, None]
@@ -167,6 +179,8 @@ def _sums(
     bias: jax.Array | None, moe: MoeConfig, num_layers: int,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Sums over tokens. "loss" is differentiated; the others are logged, as means over the layers with experts.
+
+    "routed" counts the tokens of these sums; there are more of them than trained ones where a loss mask has gaps.
 
     Balance of one row: E x sum over experts of (share of the choices) x (mean probability), 1 when even; times the
     row's tokens, so that rows weigh by what is in them.
@@ -191,5 +205,7 @@ def _sums(
         "router_entropy": entropy,
         "dropped_share": dropped / moe.experts_per_token,
         "expert_tokens": load,
+        "fullest_expert": load.max() * (moe.num_experts / moe.experts_per_token),
+        "routed": real.sum(),
     }
     return {"loss": loss} | jax.tree.map(lambda a: jax.lax.stop_gradient(a) / layers, logged)

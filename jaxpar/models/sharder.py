@@ -4,7 +4,7 @@ A model calls `sharder.activation(x, "batch", "seq", "embed")` and `sharder.weig
 implementation that knows a mesh; `UNSHARDED` leaves everything where it is.
 
 A row that several devices share may run through the model in another order than it was written (see
-`jaxpar.context.plan`). Only attention, dropout and whoever reads the output by position need to know.
+`jaxpar.context_plan`). Only attention, dropout and whoever reads the output by position need to know.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from jaxpar.config import Config
 from jaxpar.errors import UserError, raise_together
 from jaxpar.models.loss import Sums
 from jaxpar.models.transformer import Transformer, num_leading
-from jaxpar.names import is_matrix
+from jaxpar.names import is_multiplied
 from jaxpar.pipeline import vocabulary
 from jaxpar.pipeline.arrange import from_stages, to_stages
 from jaxpar.pipeline.assign import Assignment, assign_layers, layer_costs
@@ -347,7 +347,7 @@ class _Parts:
         return map_parameters(place, grads)
 
     def _cast(self, variable: nnx.Variable) -> nnx.Variable:
-        if not is_matrix(variable.axes):
+        if not is_multiplied(variable.axes):
             return variable
         return variable.replace(variable[...].astype(self.inside.compute_dtype))
 

@@ -63,7 +63,7 @@ def _attention(model: ModelConfig) -> Iterator[Tensor]:
 def _router(model: ModelConfig) -> Iterator[Tensor]:
     """Router and shared experts."""
     yield tensor(f"{LAYER}mlp.gate.weight", "blocks/moe/router", "choice embed")
-    yield tensor(f"{LAYER}mlp.gate.e_score_correction_bias", "blocks/moe/balance", "choice")
+    yield tensor(f"{LAYER}mlp.gate.e_score_correction_bias", "blocks/moe/balance", "balance")
     for part, dims in common.PROJECTIONS if model.moe.num_shared else ():
         yield tensor(f"{LAYER}mlp.shared_experts.{part}_proj.weight", f"blocks/moe/shared/{part}", dims)
 

@@ -61,6 +61,10 @@ def choose(config: Config, *, context: int, tensor: int, stage: int) -> ContextP
     """
     if context == 1:
         return None
+    if config.seq_len % context:
+        near = config.seq_len // context * context
+        works = f"{near} or {near + context}" if near else f"{context}"
+        raise UserError(f"seq_len = {config.seq_len} is not divisible by parallel.context = {context}; use {works}")
     facts = _Facts.of(config, context, tensor, stage)
     mode = config.parallel.context_mode
     if mode != "auto":
@@ -81,8 +85,6 @@ class _Facts:
     @staticmethod
     def of(config: Config, context: int, tensor: int, stage: int) -> _Facts:
         model = config.model
-        if config.seq_len % context:
-            raise UserError(f"seq_len = {config.seq_len} does not divide by parallel.context = {context}")
         return _Facts(
             context, model.num_heads // tensor, model.num_heads // model.kv_heads, config.seq_len // context, stage
         )
@@ -112,9 +114,11 @@ class _Facts:
                 f'to combine; use "{other}"'
             )
         if (rings or mode == "all_gather") and self.length % 2:
+            length, unit = self.length * self.size, 2 * self.size
+            works = f"{length // unit * unit} or {(length // unit + 1) * unit}" if length > unit else f"{unit}"
             return (
-                f"zig-zag order cuts the {self.length} tokens of a device in two; use a seq_len that divides by "
-                f"{2 * self.size}"
+                f"seq_len = {length} is not divisible by parallel.context x 2 (a device has an early and a late piece "
+                f"of the row) = {self.size} x 2 = {unit}; use {works}"
             )
         return None
 
