@@ -60,7 +60,7 @@ def cases() -> list[Case]:
     found = []
     variants: list[dict[str, Any]] = [
         {}, {"packed": True}, {"window": 10}, {"packed": True, "tile": 4},
-        {"packed": True, "window": 24, "soft_cap": 2.0},
+        {"packed": True, "window": 24, "soft_cap": 2.0}, {"packed": True, "window": 10, "tile": 2},
     ]  # fmt: skip
     for mode, size in itertools.product(("ring", "all_to_all", "all_gather", "ring_all_to_all"), (2, 4, 8)):
         if mode == "ring_all_to_all" and size == 2:

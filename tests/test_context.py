@@ -16,12 +16,14 @@ from context_cases import HEAD_DIM, LENGTH, ROWS, Case, cases, exchange, inputs,
 from jax.sharding import PartitionSpec as P
 from layouts import References, assert_same, tiny
 
-from jaxpar import context
+from jaxpar import context, sharding
 from jaxpar.build import build
 from jaxpar.context.ring import _own_pairs, _pairs
 from jaxpar.context.rotation import PairedRing, Ring
+from jaxpar.context.tiles import tile_length
 from jaxpar.errors import UserError
-from jaxpar.layout_check import put, random_batch
+from jaxpar.layout_check import put, random_batch, shrunk
+from jaxpar.models.attention import Mask, ScoreRules, attend
 
 CASES = cases()
 QUICK = [
@@ -278,5 +280,63 @@ def test_refusals_name_what_would_work(case: Case, words: str):
 
 def test_odd_shards_cannot_be_zigzag():
     config = dataclasses.replace(Case("ring", 4).config(), seq_len=20)
-    with pytest.raises(UserError, match="not divisible by parallel.context x 2"):
+    with pytest.raises(UserError, match=r"not divisible by parallel\.context x 2"):
         context.choose(config, context=4, tensor=1, stage=1)
+
+
+@pytest.mark.parametrize(
+    ("length", "wanted", "tile"),
+    [(100, 512, 100), (512, 512, 512), (521, 512, 521), (1042, 512, 521), (1536, 512, 512), (4096, 512, 512),
+     (8191, 512, 8191), (768, 512, 384), (6, 4, 3)],
+)  # fmt: skip
+def test_tiles_divide_a_length_and_are_never_tiny(length: int, wanted: int, tile: int):
+    assert tile_length(length, wanted) == tile
+
+
+def test_whole_rows_go_to_the_library_unless_its_mask_is_too_large(monkeypatch: pytest.MonkeyPatch):
+    """Under all_to_all; the config's own word always holds."""
+    config = tiny(parallel={"context": 2, "data": 4, "context_mode": "all_to_all"})
+    layout = build(config).layout
+    q = jax.random.normal(jax.random.key(0), (8, 64, 4, 8))
+    segments = jnp.asarray(random_batch(config)["segment_ids"])
+    called = []
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, rules: ScoreRules) -> jax.Array:
+        called.append(q.shape)
+        return attend(q, k, v, mask, scale=rules.scale, kernel="xla")
+
+    def run(rules: ScoreRules) -> np.ndarray:
+        called.clear()
+        return np.asarray(jax.jit(lambda q: layout.attend(kernel, q, q, q, Mask(segments), rules))(q))
+
+    wanted = np.asarray(attend(q, q, q, Mask(segments), scale=0.3, kernel="xla"))
+    for limit, rules, is_called in (
+        (1 << 30, ScoreRules(0.3, kernel="cudnn"), True),
+        (1, ScoreRules(0.3, kernel="cudnn"), False),
+        (1, ScoreRules(0.3, kernel="cudnn", asked=True), True),
+        (1 << 30, ScoreRules(0.3, kernel="xla"), False),
+    ):
+        monkeypatch.setattr(sharding, "LARGEST_MASK_BYTES", limit)
+        np.testing.assert_allclose(run(rules), wanted, atol=1e-5)
+        assert bool(called) == is_called, (limit, rules)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "seq_len", "mode"),
+    [
+        (32, 32, 4, 4096, "all_to_all"), (32, 8, 16, 4096, "all_to_all"), (32, 8, 8, 1 << 20, "ring"),
+        (12, 4, 8, 4096, "ring_all_to_all"), (6, 1, 4, 4096, "ring_all_to_all"),
+    ],
+)  # fmt: skip
+def test_a_small_copy_crosses_the_axis_alike(heads: int, kv_heads: int, size: int, seq_len: int, mode: str):
+    config = tiny(
+        parallel={"context": size}, model={"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 8}, seq_len=seq_len
+    )
+    plan = context.choose(config, context=size, tensor=1, stage=1)
+    small = shrunk(config)
+    copy = context.choose(small, context=size, tensor=1, stage=1)
+    assert plan is not None
+    assert copy is not None
+    assert (plan.mode, plan.ring, plan.groups) == (mode, copy.ring, copy.groups)
+    assert copy.mode == mode
+    assert small.seq_len <= 128

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from layouts import References, assert_same
 from moe_cases import DEEPSEEK, MOE, meshes, tiny_moe
 
 from jaxpar.build import build
-from jaxpar.config import MoeConfig
+from jaxpar.config import MoeConfig, OptimizerConfig
+from jaxpar.context_plan import stream_order
 from jaxpar.layout_check import loss_and_gradients, put, random_batch
 from jaxpar.models import moe as moe_module
 from jaxpar.models.experts import Experts, buffer_size, feed
@@ -174,6 +176,17 @@ def test_capacity_drops_the_smallest_weights_of_each_row():
     np.testing.assert_array_equal(np.asarray(shuffled.chosen)[0, :, 0], np.asarray(found.chosen)[0, order, 0])
 
 
+def test_equal_scores_go_to_the_earliest_in_the_row():
+    """However the row is held: the first tokens of documents are alike in every layer, so scores do tie."""
+    moe = MoeConfig(num_experts=2, experts_per_token=1, dispatch="capacity", capacity_factor=1.0)
+    logits = jnp.broadcast_to(jnp.asarray([1.0, 0.0]), (3, 16, 2))  # all alike; room for 8
+    wanted = np.asarray(routed(logits, ALL, None, moe, num_layers=1).chosen)
+    np.testing.assert_array_equal(wanted[0, :, 0], [0] * 8 + [2] * 8)
+    order = stream_order(16, 2)
+    held = np.asarray(moe_module.route(logits, ALL, None, moe, num_layers=1, order=order).chosen)
+    np.testing.assert_array_equal(held, wanted[:, order])
+
+
 def test_balance_is_one_when_even_and_grows_with_skew():
     moe = dataclasses.replace(MOE, num_experts=8, router_z_loss=0.0)
     even = jnp.tile(10.0 * jnp.eye(8), (3, 2, 1))
@@ -226,7 +239,56 @@ def test_balance_bias_falls_for_overloaded_experts_by_the_rate():
     state, metrics = built.step(state, batch)
     bias = np.asarray(named_leaves(state.params)["blocks/moe/balance"])[0]
     np.testing.assert_allclose(bias, -1e-3 * np.sign(load - load.mean()), rtol=1e-6)
-    assert load.sum() == pytest.approx(8 * 64 * 2)  # every token twice
+    assert load.sum() == pytest.approx(2 * (random_batch(config)["segment_ids"] > 0).sum())  # every token twice
+    np.testing.assert_allclose(metrics["aux_expert_tokens"], load, rtol=1e-6)
     assert np.asarray(metrics["aux_expert_tokens_max"]) == pytest.approx(load.max() / load.mean(), rel=1e-5)
+    assert np.asarray(metrics["aux_fullest_expert"]) == pytest.approx(load.max() / load.mean(), rel=1e-5)
     assert {"aux_router_entropy", "aux_dropped_share", "aux_router_balance"} <= set(metrics)
     assert not np.asarray(before.blocks.moe.balance[...]).any()
+
+
+def test_only_the_balance_bias_is_moved_by_the_rate():
+    """A router's own bias (gpt-oss) is an ordinary parameter."""
+    moe = dataclasses.replace(MOE, router_bias=True, bias_update_rate=1e-3)
+    config = tiny_moe({"data": 1}, moe, global_batch=2, seq_len=32, model={"num_layers": 1})
+    config = dataclasses.replace(
+        config, optimizer=OptimizerConfig(name="sgd", learning_rate=0.1, weight_decay=0.0, clip_norm=None)
+    )
+    built, batch = build(config, jax.devices()[:1]), random_batch(config)
+    state = built.init(jax.random.key(0))
+    before = {name: np.array(leaf) for name, leaf in named_leaves(state.params).items()}
+    _, gradients = loss_and_gradients(built, batch)
+    after = named_leaves(built.step(state, put(built, batch))[0].params)
+    for name in ("router_bias", "up"):
+        path = f"blocks/moe/{name}"
+        moved, wanted = before[path] - np.asarray(after[path]), 0.1 * gradients[path]
+        np.testing.assert_allclose(moved, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max(), err_msg=name)
+    moved = np.abs(np.asarray(after["blocks/moe/balance"]) - before["blocks/moe/balance"])
+    assert set(moved.round(7).flat) <= {0.0, np.float32(1e-3)}
+
+
+def test_shares_are_of_routed_tokens_however_few_are_trained():
+    config = tiny_moe({"data": 2, "expert": 2, "tensor": 2}, dataclasses.replace(MOE, dispatch="capacity"))
+    built, batch = build(config), random_batch(config)
+    few = batch | {"weights": np.where(np.arange(64) < 3, batch["weights"], 0.0).astype(np.float32)}
+    found = []
+    for one in (batch, few):
+        _, metrics = built.step(built.init(jax.random.key(0)), put(built, one))
+        found.append({name: np.asarray(value) for name, value in metrics.items() if name.startswith("aux_")})
+    assert 0.0 < found[0]["aux_dropped_share"] < 1.0
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data": 2, "expert": 2, "tensor": 2, "zero": 3}, {"stage": 2, "expert": 4}], ids=str
+)
+def test_routers_work_in_float32_under_bf16(parallel: dict[str, Any]):
+    config = tiny_moe(parallel, seq_len=32, global_batch=16, precision="bf16")
+    built = build(config)
+    batch, params = put(built, random_batch(config)), built.init(jax.random.key(0)).params
+    rounded = jax.tree_util.tree_map_with_path(
+        lambda path, a: a.astype(jnp.bfloat16).astype(a.dtype) if "router" in jax.tree_util.keystr(path) else a, params
+    )
+    losses = [float(built.evaluate(each, batch).aux["router_z_loss"]) for each in (params, rounded)]
+    assert losses[0] != losses[1]  # a router that is cast cannot tell
