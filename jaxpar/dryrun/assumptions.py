@@ -32,7 +32,7 @@ class Assumptions:
     network_hop_s: float = 3e-6  # and per doubling of the number of nodes
     launch_s: float = 2e-6  # per kernel
     overlap: float = 0.85  # closed form only: part of a layer's compute that can hide its ZeRO collectives
-    overlap_cost: float = 0.50  # closed form only: share of hidden communication that slows compute down all the same
+    overlap_cost: float = 0.50  # share of hidden communication that slows compute down all the same
     memory_fraction: float = 0.92  # "fits" means peak <= fraction x device memory - reserve
     memory_reserve_bytes: int = 1_610_612_736  # CUDA context, NCCL buffers, library workspaces
 

@@ -26,7 +26,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import context
-from jaxpar.config import Config, ModelConfig, ParallelConfig
 from jaxpar.context import ring
 from jaxpar.context.tiles import Place
 
@@ -36,7 +35,8 @@ MODES = ("ring", "all_to_all", "all_gather")
 
 def run() -> list[dict[str, Any]]:
     """All rows."""
-    return report(row for part in (_work(), _wire(), _against_sequence_parallel(), _memory()) for row in part)
+    parts = (_work(), _wire(), _hidden(), _against_sequence_parallel(), _memory())
+    return report(row for part in parts for row in part)
 
 
 def _work() -> Iterator[Row]:
@@ -49,18 +49,18 @@ def _work() -> Iterator[Row]:
         yield Row(f"causal work, most over least, ring of {places}", max(work) / min(work), (1.0, 1.1), detail)
 
 
+def _plan(mode: str, size: int, groups: int, *, stage: int = 1) -> context.ContextPlan:
+    """A mode on an axis; `groups` neighbours swap sequence for heads where rings and swaps are combined."""
+    ring = {"ring": size, "all_to_all": 1, "all_gather": size}.get(mode, size // groups)
+    return context.ContextPlan(mode, size, ring, size // ring, "", in_branches=stage > 1)
+
+
 def _attention(
-    mode: str, size: int, length: int, *, gradient: bool, kv_heads: int = KV_HEADS, stage: int = 1
+    mode: str, size: int, length: int, *, gradient: bool, kv_heads: int = KV_HEADS, stage: int = 1, groups: int = 1
 ) -> Compiled:
     """One attention of one row, bfloat16, compiled for `size` GPUs; as in a pipeline if `stage` is more than 1."""
     mesh = mesh_of({"context": size})
-    config = Config(
-        seq_len=length,
-        model=ModelConfig(num_heads=HEADS, num_kv_heads=kv_heads, head_dim=HEAD_DIM, vocab_size=128),
-        parallel=ParallelConfig(data=1, context=size, context_mode=mode),  # pyright: ignore[reportArgumentType]
-    )
-    plan = context.choose(config, context=size, tensor=1, stage=stage)
-    assert plan is not None
+    plan = _plan(mode, size, groups, stage=stage)
     spec = P(None, "context", None, None)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -93,6 +93,22 @@ def _wire() -> Iterator[Row]:
             for stage, where in ((1, ""), (2, " in a pipeline")) if mode == "ring" else ((1, ""),):
                 found = sum(_attention(mode, size, length, gradient=False, stage=stage).wire_bytes.values())
                 yield Row(f"bytes sent over the textbook's, {mode}{where}, {size} GPUs", found / textbook, (0.99, 1.01))
+    for groups in (2, 4):
+        # The swap in a group, with KV heads repeated to divide; then a ring of groups, each device with its heads.
+        head, kv_heads, ring = length // 8 * HEAD_DIM * BYTES, math.lcm(KV_HEADS, groups), 8 // groups
+        swaps = (groups - 1) / groups * 2 * (HEADS + kv_heads) * head
+        textbook = swaps + (ring - 1) * 2 * kv_heads * head
+        found = sum(_attention("ring_all_to_all", 8, length, gradient=False, groups=groups).wire_bytes.values())
+        name = f"bytes sent over the textbook's, ring_all_to_all, {ring} x {groups} GPUs"
+        yield Row(name, found / textbook, (0.99, 1.01))
+
+
+def _hidden() -> Iterator[Row]:
+    """Share of the ring's transfers that attention waits for, forward and backward, by the dry run's clock."""
+    for length in (32_768, 131_072):
+        moved = _attention("ring", 8, length, gradient=True).timeline.collectives
+        exposed, total = (sum(getattr(row, name) for row in moved) for name in ("exposed_s", "time_s"))
+        yield Row(f"exposed share of the ring's transfers, {length} tokens, 8 GPUs", exposed / total, (0.0, 0.25))
 
 
 def _against_sequence_parallel() -> Iterator[Row]:
@@ -117,18 +133,16 @@ def _memory() -> Iterator[Row]:
                 found = _layers(mode, size, length, kv_heads) * size / alone
                 name = f"temp bytes x axis over one GPU's, {mode}, {length} tokens, {kv_heads} KV heads, {size} GPUs"
                 yield Row(name, found, (0.0, 1.1))
+            for groups in (2, 4) if length == 32_768 else ():
+                found = _layers("ring_all_to_all", 8, length, kv_heads, groups) * 8 / alone
+                name = f"temp bytes x axis over one GPU's, ring_all_to_all {8 // groups} x {groups}"
+                yield Row(f"{name}, {length} tokens, {kv_heads} KV heads", found, (0.0, 1.1))
 
 
-def _layers(mode: str, size: int, length: int, kv_heads: int) -> int:
+def _layers(mode: str, size: int, length: int, kv_heads: int, groups: int = 1) -> int:
     """Temporary bytes of two layers of 32 heads of 128 features in a narrow stream, bfloat16."""
     heads, width, head_dim = 32, 512, 128
-    mesh = mesh_of({"context": size})
-    config = Config(
-        seq_len=length,
-        model=ModelConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, vocab_size=128),
-        parallel=ParallelConfig(data=1, context=size, context_mode=mode),  # pyright: ignore[reportArgumentType]
-    )
-    plan = context.choose(config, context=size, tensor=1, stage=1)
+    mesh, plan = mesh_of({"context": size}), _plan(mode, size, groups) if size > 1 else None
     scores, spec = context.Scores(head_dim**-0.5), P(None, "context", None, None)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
