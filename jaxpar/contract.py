@@ -1,6 +1,8 @@
 """Does the compiled program keep the promise of the ZeRO level? Checked per leaf, in bytes per device.
 
-A sharding that silently does nothing costs memory, not correctness, so no test of the loss ever finds it.
+A sharding that silently does nothing costs memory, not correctness, so no test of the loss ever finds it. The promise
+is worked out here from the level in the config and the two mappings of each parameter, not read from the shardings
+that the program was compiled with: those may be what is wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from typing import Any
 
 import jax
 
+from jax.sharding import PartitionSpec as P
+
 from jaxpar.build import Built
+from jaxpar.manual import entry_axes
+from jaxpar.names import is_matrix
 from jaxpar.sharding import Placement, shard_bytes
 from jaxpar.state import TrainState
 from jaxpar.tree import named_leaves
@@ -37,13 +43,14 @@ def check_step(built: Built, compiled: jax.stages.Compiled) -> list[LeafBytes]:
 
     Returns the bytes per leaf; raises `ContractError` naming every leaf that differs.
     """
-    promised = named_leaves(built.abstract_state)
+    leaves = named_leaves(built.abstract_state)
+    promised = {name: _promise(built, name, leaf) for name, leaf in leaves.items()}
     state_in = compiled.input_shardings[0][0]
     state_out = compiled.output_shardings[0]
     rows = [
-        LeafBytes(_kind(name), name, _bytes(leaf, leaf.sharding), _bytes(leaf, found[name]))
+        LeafBytes(_kind(name), name, promised[name], _bytes(leaf, found[name]))
         for found in (named_leaves(state_in), named_leaves(state_out))
-        for name, leaf in promised.items()
+        for name, leaf in leaves.items()
     ]
     return _require(rows)
 
@@ -59,10 +66,9 @@ def check_gradients(built: Built) -> list[LeafBytes]:
     found = named_leaves(compiled.output_shardings)
     leaves = named_leaves(params)
     rows = [
-        LeafBytes("gradients", p.path, shard_bytes(p.shape, leaves[name].dtype, p.gradient, built.mesh),
-                  _bytes(leaves[name], found[name]))
+        LeafBytes("gradients", p.path, _held(built, p, leaves[name], from_level=2), _bytes(leaves[name], found[name]))
         for name, p in named_placements(built).items()
-    ]  # fmt: skip
+    ]
     return _require(rows)
 
 
@@ -90,6 +96,42 @@ def class_bytes(state: TrainState) -> dict[str, int]:
     for name, leaf in named_leaves(state).items():
         totals[_kind(name)] += _bytes(leaf, leaf.sharding)
     return totals
+
+
+def _promise(built: Built, name: str, leaf: Any) -> int:
+    """Bytes per device of a leaf of the state: parameters are split from level 3 on, their moments from level 1 on."""
+    kind, placements = _kind(name), named_placements(built)
+    if kind == "parameters":
+        return _held(built, placements[name.partition("/")[2]], leaf, from_level=3)
+    owner = max((path for path in placements if name.endswith(f"/{path}")), key=len, default=None)
+    if kind == "other" or owner is None or leaf.shape in ((), (1,)):  # counters; what Adafactor leaves out is (1,)
+        return _whole_bytes(leaf)
+    placed = placements[owner]
+    if leaf.shape == placed.shape:
+        return _held(built, placed, leaf, from_level=1)
+    # A factored moment has one dim summed away and lies like the others; of equal dims the first counts as summed.
+    spec = placed.zero if built.config.parallel.zero >= 1 else placed.compute
+    left = next(kept for kept in _without_one(len(placed.shape)) if leaf.shape == tuple(placed.shape[i] for i in kept))
+    return shard_bytes(leaf.shape, leaf.dtype, P(*(spec[i] for i in left)), built.mesh)
+
+
+def _held(built: Built, placed: Placement, leaf: Any, *, from_level: int) -> int:
+    """Bytes per device of a leaf of a parameter's shape that is split further from a ZeRO level on."""
+    compute = shard_bytes(leaf.shape, leaf.dtype, placed.compute, built.mesh)
+    if built.config.parallel.zero < from_level:
+        return compute
+    if not is_matrix(placed.axes):  # a vector may be too short to split, which the sharding report says
+        return shard_bytes(leaf.shape, leaf.dtype, placed.zero, built.mesh)
+    used = {axis for group in placed.compute for axis in entry_axes(group)}
+    return compute // math.prod(built.mesh.shape[axis] for axis in built.layout.zero_axes if axis not in used)
+
+
+def _without_one(num_dims: int) -> Iterator[list[int]]:
+    return ([i for i in range(num_dims) if i != dropped] for dropped in range(num_dims))
+
+
+def _whole_bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize
 
 
 def _kind(name: str) -> str:

@@ -1,17 +1,21 @@
-"""Weight decay by logical axes, schedules, every optimizer on every ZeRO level."""
+"""Weight decay by logical axes, schedules, what every optimizer holds on every ZeRO level, the update on a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from layouts import tiny
 
+import jaxpar.state as state_module
+from jaxpar import sharding
 from jaxpar.build import build
 from jaxpar.config import OptimizerConfig
-from jaxpar.contract import check_gradients, check_step
+from jaxpar.contract import ContractError, check_gradients, check_step
 from jaxpar.layout_check import put, random_batch
 from jaxpar.names import is_matrix
 from jaxpar.optim import decay_counts, make_optimizer, make_schedule
@@ -107,11 +111,44 @@ def test_gradients_lie_where_zero_promises(zero):
 
 
 def test_a_broken_promise_is_named():
-    from jaxpar.contract import ContractError
-
     built, other = (
         build(tiny(parallel={"data": 4, "tensor": 2, "zero": zero}, optimizer=OptimizerConfig())) for zero in (1, 0)
     )
     compiled = other.step.lower(other.abstract_state, other.abstract_batch).compile()
     with pytest.raises(ContractError, match="mu/blocks/mlp/up"):
         check_step(built, compiled)
+
+
+def as_told(built):
+    """A compiled step that holds its state where the layout says, which may be wrong: the promise is not read there."""
+    told: Any = SimpleNamespace(input_shardings=((built.shardings, None), {}), output_shardings=(built.shardings, None))
+    return told
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
+def test_the_layout_of_every_optimizer_is_the_promise(name, zero):
+    optimizer = OptimizerConfig(name=name, momentum=0.9)
+    for parallel in ({"data": 4, "tensor": 2}, {"stage": 2, "data": 2, "tensor": 2}):
+        config = tiny(parallel=parallel | {"zero": zero}, optimizer=optimizer, model={"embed_dim": 128, "mlp_dim": 128})
+        rows = check_step(built := build(config), as_told(built))
+        factored = [row for row in rows if "/v_row/" in row.name and row.promised > 4]
+        assert bool(factored) == (name == "adafactor")
+
+
+@pytest.mark.parametrize(("zero", "leaf"), [(1, "mu/blocks/mlp/up"), (2, "nu/embedding"), (3, "params/embedding")])
+def test_a_layout_that_forgets_to_split_is_named(zero, leaf, monkeypatch):
+    if zero == 3:
+        monkeypatch.setattr(sharding.Placement, "parameter", property(lambda placed: placed.compute))
+    else:
+        monkeypatch.setattr(state_module, "_optimizer_sharding", lambda name, leaf, owners, layout: layout.whole)
+    built = build(tiny(parallel={"data": 4, "tensor": 2, "zero": zero}, optimizer=OptimizerConfig()))
+    with pytest.raises(ContractError, match=leaf):
+        check_step(built, as_told(built))
+
+
+def test_a_split_that_is_lost_in_the_mapping_itself_is_named(monkeypatch):
+    monkeypatch.setattr(sharding.Layout, "_split_further", lambda self, axes, shape, compute, path: compute)
+    built = build(tiny(parallel={"data": 4, "tensor": 2, "zero": 3}, optimizer=OptimizerConfig()))
+    with pytest.raises(ContractError, match="params/blocks/mlp/up"):
+        check_step(built, as_told(built))
