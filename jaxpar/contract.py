@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.build import Built
