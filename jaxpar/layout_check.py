@@ -70,8 +70,15 @@ def compare(config: Config, built: Built) -> Comparison:
 
 
 def reference_of(config: Config) -> Config:
-    """The same maths on one device: no mesh, no accumulation, no pipeline."""
-    return dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1), pipeline=PipelineConfig())
+    """The same maths in its plainest form: one device, no accumulation, no pipeline, layers scanned and kept."""
+    return dataclasses.replace(
+        config,
+        accumulation=1,
+        parallel=ParallelConfig(data=1),
+        pipeline=PipelineConfig(),
+        model=dataclasses.replace(config.model, scan_layers=True),
+        remat="none",
+    )
 
 
 def shrunk(config: Config) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -11,7 +10,8 @@ import numpy as np
 
 from jaxpar.build import build
 from jaxpar.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from jaxpar.layout_check import gradient_errors, loss_and_gradients, random_batch, relative_error
+from jaxpar.layout_check import gradient_errors, loss_and_gradients, random_batch, reference_of, relative_error
+from jaxpar.tree import from_named, named_leaves
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_heads": 8, "num_kv_heads": 8},
@@ -69,17 +69,16 @@ class References:
 
     def params(self, config: Config) -> Any:
         """Initial parameters of the config's model, on the host; the same on every mesh (which has its own test)."""
-        key = config.model, config.loss, config.remat
+        config = reference_of(config)
+        key = config.model, config.loss
         if key not in self._params:
-            built = build(
-                dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1)), jax.devices()[:1]
-            )
+            built = build(config, jax.devices()[:1])
             self._params[key] = jax.device_get(built.init(jax.random.key(config.seed)).params)
         return self._params[key]
 
     def of(self, config: Config) -> tuple[float, dict[str, np.ndarray]]:
         """Loss and gradients by name of the config on one device."""
-        key = dataclasses.replace(config, accumulation=1, parallel=ParallelConfig(data=1))
+        key = reference_of(config)
         if key not in self._known:
             self._known[key] = loss_and_gradients(build(key, jax.devices()[:1]), random_batch(key), self.params(key))
         return self._known[key]
@@ -89,7 +88,11 @@ def assert_same(config: Config, references: References) -> None:
     """The config's mesh gives the loss of one device within 1e-5 and every gradient leaf within 1e-4."""
     wanted_loss, wanted = references.of(config)
     built = build(config)
-    params = jax.device_put(built.from_natural(references.params(config)), built.shardings.params)
+    # The modules are the config's own, only their numbers are shared: a module knows its remat and whether it scans.
+    own = jax.eval_shape(built.to_natural, built.abstract_state.params)
+    natural = from_named(own, named_leaves(references.params(config)))
+    params = jax.device_put(built.from_natural(natural), built.shardings.params)
+    assert (params.remat, params.config.scan_layers) == (config.remat, config.model.scan_layers)
     loss, gradients = loss_and_gradients(built, random_batch(config), params)
     assert relative_error(np.asarray(loss), np.asarray(wanted_loss)) <= 1e-5
     bad = {name: error for name, error in gradient_errors(gradients, wanted).items() if not error <= 1e-4}

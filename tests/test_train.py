@@ -139,10 +139,15 @@ def test_empty_corpus_is_named(config, tmp_path):
 
 
 def test_check_layout_script(config):
-    done = script("check_layout", f"--config={config}", "--config.parallel.data=2")
+    done = script("check_layout", f"--config={config}", "--config.parallel.data=-1")
     assert done.returncode == 0, done.stderr
+    assert "mesh: data 4 x tensor 2" in done.stdout
     assert "PASSED" in done.stdout
     assert "blocks/attention/q" in done.stdout
+    alone = script("check_layout", f"--config={config}", "--config.parallel.data=1", "--config.parallel.tensor=1")
+    assert alone.returncode == 2
+    assert "one device with itself" in alone.stderr
+    assert "--config.parallel.data=4" in alone.stderr
 
 
 def test_inspect_sharding_script(config, tmp_path):
