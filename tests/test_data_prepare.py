@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from jaxpar.data.encode import Recipe
 from jaxpar.data.prepare import PrepareOptions
 from jaxpar.data.store import open_manifest, open_store, verify_store
 from jaxpar.errors import UserError
+from jaxpar.runtime import lock
 from jaxpar.weights import Weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -252,6 +254,40 @@ def test_mistakes_end_with_one_message(tmp_path):
         assert message in done.stderr
         assert "Traceback" not in done.stderr
     assert not (tmp_path / "o").exists()
+
+
+def test_a_refused_run_leaves_nothing_and_finished_work_stays(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"texd": "x"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
+    before = sorted(tmp_path.rglob("*"))
+    for arguments, data in ((["-"], b'{"texd": 1}'), ([tmp_path / "a.jsonl"], b"")):
+        done = run_with_input(data, *arguments, f"--output={tmp_path}/new/deep/o", "--processes=1")
+        assert done.returncode == 2, done.stderr
+        assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.setattr(build, "COMMIT_INTERVAL_S", 0.0)
+    files = (f"{tmp_path}/b.jsonl", f"{tmp_path}/a.jsonl")
+    with pytest.raises(UserError, match=r"a.jsonl, line 2: no key"):
+        prepare.prepare(PrepareOptions(files, tmp_path / "o", Recipe()))
+    assert (tmp_path / ".o.unfinished" / "progress.json").is_file()
+
+
+def test_two_runs_with_one_output(tmp_path):
+    files = write_corpus(tmp_path)
+    output = tmp_path / "new" / "set"
+    output.parent.mkdir()
+    lock_file = output.with_name(".set.lock")
+    with lock.exclusive(lock_file, output, "--output", print):
+        refused = run(*files, f"--output={output}")
+        assert refused.returncode == 2
+        assert f"--output={output} is in use by process {os.getpid()} on " in refused.stderr
+        assert sorted(path.name for path in output.parent.iterdir()) == [".set.lock"]
+    command = [sys.executable, str(SCRIPT), *files, f"--output={output}", "--processes=1"]
+    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [one.communicate(timeout=120)[1] for one in runs]
+    assert 0 in [one.returncode for one in runs]
+    assert all(one.returncode == 0 or "is in use by" in error for one, error in zip(runs, errors))
+    assert verify_store(output) == []
+    assert [path.name for path in output.parent.iterdir()] == ["set"]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,12 @@ def stored_progress(folder: Path, key: str) -> dict[str, Any] | None:
     return stored if stored["key"] == key else None
 
 
+def finished_work(folder: Path, key: str) -> bool:
+    """Whether a later build of the same key finds blocks in `folder` that it need not read again."""
+    stored = stored_progress(folder, key)
+    return stored is not None and bool(stored["counts"]["file"] or stored["counts"]["offset"])
+
+
 def _start(folder: Path, encoder: Encoder, key: str, shard_tokens: int) -> tuple[Counts, TokenWriter]:
     """Fresh counts and writer, or those of the build that was killed."""
     stored = stored_progress(folder, key)

@@ -26,7 +26,7 @@ def cached(cache_dir: Path, name: str, build: Callable[[Path], None], open_folde
     when complete, so a killed build is never taken for a result and two builders at once give one valid folder.
     """
     final = cache_dir / name
-    created = _missing_folders(cache_dir)
+    created = missing_folders(cache_dir)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _lock(cache_dir / f".{name}.lock"):
@@ -47,7 +47,7 @@ def cached(cache_dir: Path, name: str, build: Callable[[Path], None], open_folde
     return open_folder(final)
 
 
-def _missing_folders(folder: Path) -> list[Path]:
+def missing_folders(folder: Path) -> list[Path]:
     """The folder and its parents as far as they do not exist yet, innermost first."""
     missing: list[Path] = []
     while not folder.exists():

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpar.data.build import Counts, Inputs, build_token_set, stored_progress
+from jaxpar.data.build import Counts, Inputs, build_token_set, finished_work, stored_progress
+from jaxpar.data.cache import missing_folders
 from jaxpar.data.encode import Recipe
 from jaxpar.data.hashing import content_identity
 from jaxpar.data.sources import expand_files
 from jaxpar.data.store import SHARD_TOKENS, TokenWriter, open_manifest, open_store, verify_store
-from jaxpar.data.tokenizers import copy_tokenizer
+from jaxpar.data.tokenizers import Tokenizer, copy_tokenizer
 from jaxpar.errors import UserError
+from jaxpar.runtime import lock
 
 REFRESH_S = 0.2
 LINE_INTERVAL_S = 10.0
@@ -42,35 +45,73 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     tokenizer = options.recipe.load()
     inputs = _inputs(options, tokenizer.sha256)
     done = _finished(options.output, inputs.key)
-    if done is not None:
-        _say(f"{options.output} is complete already: {_describe(done)}")
-        return done
-    folder = options.output.with_name(f".{options.output.name}.unfinished")
+    if done is None:
+        with _alone(options.output):
+            # The run that held the output until now may have finished it.
+            done = _finished(options.output, inputs.key)
+            if done is None:
+                return _write(options, inputs, tokenizer)
+    _say(f"{options.output} is complete already: {_describe(done)}")
+    return done
+
+
+def _write(options: PrepareOptions, inputs: Inputs, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Build the token set in the hidden folder and publish it; a refusal leaves nothing that nobody can go on with."""
+    folder = _unfinished(options.output)
     if stored_progress(folder, inputs.key) is not None:
         _say(f"going on with the unfinished work in {folder}")
     elif folder.exists():
         _say(f"starting again: {folder} is of other inputs or settings")
         shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
     started = time.monotonic()
-    with _Progress(inputs) as progress:
-        build_token_set(
-            folder,
-            inputs,
-            options.recipe,
-            processes=options.processes,
-            shard_tokens=options.shard_tokens,
-            on_progress=progress,
-        )
+    try:
+        folder.mkdir(exist_ok=True)
+        with _Progress(inputs) as progress:
+            build_token_set(
+                folder,
+                inputs,
+                options.recipe,
+                processes=options.processes,
+                shard_tokens=options.shard_tokens,
+                on_progress=progress,
+            )
+    except UserError:
+        if not finished_work(folder, inputs.key):
+            shutil.rmtree(folder)
+        raise
     copy_tokenizer(tokenizer, folder / "tokenizer")
     (folder / "inputs.key").write_text(inputs.key)
     folder.rename(options.output)
     manifest = open_manifest(options.output)
     _say(f"{options.output}: {_describe(manifest)} in {time.monotonic() - started:.1f} s")
     return manifest
+
+
+def _unfinished(output: Path) -> Path:
+    return output.with_name(f".{output.name}.unfinished")
+
+
+@contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Hold the output: two runs at once would write into the same unfinished folder.
+
+    The lock lies beside it and goes at the end, and so do the folders that were made for it when nothing is in them.
+    """
+    created = missing_folders(output.parent)
+    path = output.with_name(f".{output.name}.lock")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with lock.exclusive(path, output, "--output", _say):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{error.filename or output}: {error.strerror or error}; nothing was published") from error
+    finally:
+        with contextlib.suppress(OSError):
+            for folder in created:
+                folder.rmdir()
 
 
 def verify(folder: Path) -> None:

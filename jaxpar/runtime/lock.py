@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from jaxpar.errors import UserError
 
@@ -22,20 +23,46 @@ def held(directory: Path, say: Callable[[str], None]) -> Iterator[None]:
     system without locks is told with `say` and used all the same.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / NAME).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(
-                f"--workdir={directory} is in use by {file.read().strip() or 'another process'}; "
-                f"wait for that run to end, stop it, or choose another --workdir"
-            ) from None
-        except OSError as error:
-            say(f"warning: {directory} cannot be locked ({error.strerror}); do not start a second run there")
-            yield
-            return
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+    with exclusive(directory / NAME, directory, "--workdir", say):
         yield
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, place: Path, option: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold `place`, which the user named with `option`, by a lock on the file `path`."""
+    with _locked(path, f"{option}={place}", option, say) as file:
+        if file is not None:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path, place: str, option: str, say: Callable[[str], None]) -> Iterator[IO[str] | None]:
+    """The locked file; None where the file system has no locks."""
+    while True:
+        with path.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise UserError(
+                    f"{place} is in use by {file.read().strip() or 'another process'}; "
+                    f"wait for that run to end, stop it, or choose another {option}"
+                ) from None
+            except OSError as error:
+                say(f"warning: {path.parent} cannot be locked ({error.strerror}); do not start a second run there")
+                yield None
+                return
+            if _is_at(path, file):
+                yield file
+                return
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """Whether the file still has its name: one that is removed by its holder may be opened before and locked after."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
