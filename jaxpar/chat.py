@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from jaxpar.config import Config
-from jaxpar.data import Data, load_tokenizer
+from jaxpar.data import Data, compression, load_tokenizer
 from jaxpar.data.hashing import content_identity
 from jaxpar.data.rows import Row, empty_row
-from jaxpar.data.sources import UTF8_MARK, decode_utf8, expand_files, line_blocks, open_plain
+from jaxpar.data.sources import UTF8_MARK, decode_utf8, expand_files, line_blocks
 from jaxpar.data.tokenizers import Tokenizer
 from jaxpar.errors import UserError
 
@@ -226,7 +226,7 @@ def _read(paths: Iterable[Path], key: str) -> Iterator[tuple[str, list[Message]]
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """(place, bytes) of every line that is not blank, of a plain or compressed file, without a byte-order mark."""
-    with open_plain(path) as (stream, _):
+    with compression.open_plain(path) as (stream, _):
         for block in line_blocks(stream, str(path), 0, 1):
             for number, line in enumerate(block.data.split(b"\n"), block.first_line):
                 line = line.removeprefix(UTF8_MARK) if number == 1 else line
@@ -237,7 +237,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 def _parse(line: str, key: str) -> tuple[str | None, list[Message]]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not JSON ({error})", []
     messages = row.get(key) if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:

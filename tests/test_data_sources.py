@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import subprocess
 import sys
+import textwrap
 import tracemalloc
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from jaxpar.data.encode import Recipe
 from jaxpar.data.store import open_store
 from jaxpar.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ["one", "zwei Wörter", "line\nbreak", "emoji \U0001f600", "last"]
 LINES = [json.dumps({"text": text}).encode() for text in TEXTS]
 
@@ -76,6 +80,8 @@ def test_line_separator_does_not_split_a_row(tmp_path):
         (b'{"text": "open', "not valid JSON"),
         (b'["text"]', "a JSON list"),
         (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "JSON that cannot be read (Exceeds the limit (4300 digits)"),
+        (b'{"text": "a", "n": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "JSON that cannot be read (maximum recur"),
         (b'{"text": "\\ud800"}', "lone surrogate"),
     ],
 )
@@ -195,6 +201,106 @@ def test_parquet_errors_name_file_and_row(tmp_path):
     path.write_bytes(b"no parquet")
     with pytest.raises(UserError, match=r"a.parquet: not a Parquet file"):
         read(path)
+
+
+def test_parquet_names_the_file_of_damage_and_of_two_columns(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    offsets = pyarrow.py_buffer(np.array([0, 2, 4], "<i4").tobytes())
+    texts = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(b"ok\xc3\xc3"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    with pytest.raises(UserError, match=r"a.parquet, row 1: 'text': not UTF-8 \(byte 0: 0xc3\)"):
+        read(path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"]), path)
+    with pytest.raises(UserError, match=r"a.parquet: 2 columns have the name 'text'; want one"):
+        read(path)
+    rows = pyarrow.table({"text": [f"text {i}" for i in range(1000)]})
+    for place in (10, 3000):  # the header of the page, and its data
+        pyarrow.parquet.write_table(rows, path, use_dictionary=False, write_page_checksum=True)
+        data = bytearray(path.read_bytes())
+        data[place : place + 20] = b"\xab" * 20
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r"a.parquet: cannot be read to its end \("):
+            read(path)
+
+
+MEMORY = """
+    import sys, pyarrow
+    from pathlib import Path
+    from jaxpar.data import sources
+    blocks = sources.read_blocks(Path(sys.argv[1]), text_key="text")
+    print(sum(len(block.texts) for block in blocks), pyarrow.default_memory_pool().max_memory())
+"""
+
+
+@pytest.mark.parametrize("group_rows", [500, 1 << 20])
+def test_memory_does_not_grow_with_a_parquet_file(tmp_path, group_rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    peaks = []
+    for count in (1000, 20_000):
+        path = tmp_path / f"{count}.parquet"
+        texts = pyarrow.array([f"{i}" + "x" * 2000 for i in range(count)])
+        table = pyarrow.table({"text": texts})
+        pyarrow.parquet.write_table(
+            table, path, row_group_size=group_rows, compression="none", use_dictionary=False, write_statistics=False
+        )
+        command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        rows, peak = map(int, done.stdout.split())
+        assert rows == count, done.stderr
+        peaks.append(peak)
+    assert peaks[1] < 1.5 * peaks[0] + (4 << 20), peaks
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "A.JSONL.GZ", "A.Jsonl.Zst", "A.PARQUET"])
+def test_suffixes_in_capitals(tmp_path, name):
+    path = tmp_path / name
+    if name == "A.PARQUET":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    else:
+        path.write_bytes(compress(name.lower(), b"\n".join(LINES)))
+    assert read(path) == TEXTS
+
+
+def test_other_compressions_are_named(tmp_path):
+    for name in ("a.jsonl.bz2", "A.TXT.XZ", "a.parquet.zip"):
+        path = tmp_path / name
+        path.write_bytes(b"something")
+        with pytest.raises(UserError, match=rf"{name}: {path.suffix} is not read; want the plain file, .gz or .zst: "):
+            read(path)
+    for name, data in (("a.txt", gzip.compress(b"text")), ("b.jsonl", bz2.compress(LINES[0]))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(UserError, match=rf"{name}.*: not UTF-8 .* it looks like (gzip|bzip2)\)"):
+            read(tmp_path / name)
+
+
+def test_standard_input_is_told_by_its_first_bytes():
+    rows = b"\n".join(LINES)
+    for data in (
+        rows,
+        compress(".gz", rows),
+        compress(".zst", rows),
+        gzip.compress(rows[:9]) + gzip.compress(rows[9:]),
+    ):
+        blocks = list(sources.stream_blocks(io.BytesIO(data)))
+        assert [text for block in blocks for text in sources.block_texts(block, "text")] == TEXTS
+    assert [block.kind for block in sources.stream_blocks(io.BytesIO(gzip.compress(b"a text")))] == ["text"]
+    for data, message in [
+        (bz2.compress(rows), "is bzip2, which is not read; want text or JSONL"),
+        (b"PAR1\x15\x04", "is Parquet, which is not read"),
+        (gzip.compress(rows)[:-9], "cannot be read to its end"),
+        (gzip.compress(b""), "is empty"),
+        (b"", "is empty"),
+    ]:
+        with pytest.raises(UserError, match=f"standard input: {message}"):
+            list(sources.stream_blocks(io.BytesIO(data)))
 
 
 def test_missing_files_are_reported_together(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.data.sources import missing_library
+from jaxpar.data.compression import missing_library
 from jaxpar.data.tokenizers import (
     END_NAMES,
     START_NAMES,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-import gzip
 import io
 import json
 import logging
@@ -23,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from jaxpar.data import compression
 from jaxpar.errors import UserError, raise_together
 
 log = logging.getLogger(__name__)
 
 UTF8_MARK = b"\xef\xbb\xbf"
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-COMPRESSED_SUFFIXES = (".gz", ".zst")
 BLOCK_BYTES = 1 << 20  # files are read in blocks of this size
 PART_BYTES = 16 << 20  # a text file above this size is tokenized in parts
 STDIN = "standard input"
@@ -102,7 +101,7 @@ def stdlib_files() -> tuple[list[Path], int]:
 def plain_suffix(path: str) -> str:
     """Suffix that tells the format, below a compression suffix."""
     pure = Path(path)
-    return (Path(pure.stem).suffix if pure.suffix in COMPRESSED_SUFFIXES else pure.suffix).lower()
+    return (Path(pure.stem) if compression.suffix_of(pure) else pure).suffix.lower()
 
 
 def read_blocks(path: Path, *, text_key: str, start: int = 0, first_line: int = 1) -> Iterator[Block]:
@@ -110,7 +109,7 @@ def read_blocks(path: Path, *, text_key: str, start: int = 0, first_line: int = 
     if plain_suffix(str(path)) == ".parquet":
         yield from _parquet_blocks(path, text_key, start)
         return
-    with open_plain(path) as (stream, raw):
+    with compression.open_plain(path) as (stream, raw):
         _skip(stream, start, path)
         blocks = line_blocks if plain_suffix(str(path)) in JSON_SUFFIXES else text_blocks
         for block in blocks(stream, str(path), start, first_line):
@@ -187,7 +186,7 @@ def _skip(stream: IO[bytes], start: int, path: Path) -> None:
     """Move a plain or decompressed stream to byte `start`."""
     if not start:
         return
-    if path.suffix not in COMPRESSED_SUFFIXES:
+    if not compression.suffix_of(path):
         stream.seek(start)
         return
     left = start
@@ -196,82 +195,6 @@ def _skip(stream: IO[bytes], start: int, path: Path) -> None:
         if not chunk:
             raise UserError(f"{path}: shorter than when it was read before")
         left -= len(chunk)
-
-
-@contextlib.contextmanager
-def open_plain(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """(the bytes of a file, decompressed by its suffix; the file itself)."""
-    try:
-        raw = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
-    with raw:
-        if os.fstat(raw.fileno()).st_size == 0:
-            raise UserError(f"{path}: is empty (0 bytes)")
-        if path.suffix == ".gz":
-            with gzip.GzipFile(fileobj=raw) as stream:
-                yield stream, raw  # type: ignore[misc]
-        elif path.suffix == ".zst":
-            with open_zstandard(raw, str(path)) as stream:
-                yield stream, raw
-        else:
-            yield raw, raw
-
-
-@contextlib.contextmanager
-def open_zstandard(raw: IO[bytes], name: str) -> Iterator[IO[bytes]]:
-    """A zstandard stream, all its frames."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise missing_library("zstandard", name) from error
-    with io.BufferedReader(_Frames(raw, zstandard), BLOCK_BYTES) as stream:
-        yield stream
-
-
-class _Frames(io.RawIOBase):
-    """Decompressed zstandard frames. The library's own reader takes a cut file for a complete one."""
-
-    def __init__(self, raw: IO[bytes], zstandard: Any) -> None:
-        self._raw = raw
-        self._library = zstandard
-        self._frame: Any = None
-        self._compressed = b""
-        self._plain = memoryview(b"")
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`; 0 at the end of the last frame."""
-        while not self._plain:
-            self._compressed = self._compressed or self._raw.read(1 << 16)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise OSError("its last zstandard frame is cut")
-                return 0
-            self._decompress()
-        count = min(len(buffer), len(self._plain))
-        buffer[:count] = self._plain[:count]
-        self._plain = self._plain[count:]
-        return count
-
-    def _decompress(self) -> None:
-        if self._frame is None:
-            self._frame = self._library.ZstdDecompressor().decompressobj()
-        try:
-            self._plain = memoryview(self._frame.decompress(self._compressed))
-        except self._library.ZstdError as error:
-            raise OSError(str(error)) from error
-        self._compressed = self._frame.unused_data if self._frame.eof else b""
-        if self._frame.eof:
-            self._frame = None
-
-
-def missing_library(package: str, name: str) -> UserError:
-    """The error for an optional library that a file needs."""
-    return UserError(f"{name}: reading it needs the {package} package; run: pip install 'jaxpar[data]'")
 
 
 def block_texts(block: Block, text_key: str) -> list[str]:
@@ -291,10 +214,13 @@ def block_texts(block: Block, text_key: str) -> list[str]:
 
 def _json_text(line: bytes, where: str, text_key: str) -> str:
     """The text of one JSONL row."""
+    decoded = decode_utf8(line, where)
     try:
-        row: Any = json.loads(decode_utf8(line, where))
+        row: Any = json.loads(decoded)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON ({error.msg}, column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
+        raise UserError(f"{where}: JSON that cannot be read ({str(error).split(';')[0]})") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: a JSON {type(row).__name__}; want an object with the key {text_key!r}")
     if text_key not in row:
@@ -312,7 +238,10 @@ def decode_utf8(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        hint = "; it looks like UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        kind = (
+            "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else compression.kind_of(data[: compression.MAGIC_BYTES])
+        )
+        hint = f"; it looks like {kind}" if kind else ""
         raise UserError(f"{where}: not UTF-8 (byte {error.start}: 0x{data[error.start]:02x}{hint})") from error
 
 
@@ -322,25 +251,59 @@ def _parquet_blocks(path: Path, text_key: str, start: int) -> Iterator[Block]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise missing_library("pyarrow", str(path)) from error
+        raise compression.missing_library("pyarrow", str(path)) from error
     with _parquet_path(path) as plain:
         try:
-            table = pyarrow.parquet.ParquetFile(plain)
+            # Read ahead, the file would come to lie in memory whole, and without a buffer each of its row groups.
+            table = pyarrow.parquet.ParquetFile(
+                plain, pre_buffer=False, buffer_size=BLOCK_BYTES, page_checksum_verification=True
+            )
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise UserError(f"{path}: not a Parquet file ({error})") from error
         with table:
-            names = table.schema_arrow.names
-            if text_key not in names:
-                raise UserError(f"{path}: no column {text_key!r}; it has {names[:8]} (set data.text_key)")
+            _check_column(table.schema_arrow.names, path, text_key)
             row, num_rows, size_bytes = 0, max(table.metadata.num_rows, 1), path.stat().st_size
-            for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+            for batch in _batches(table, path, text_key):
                 first, row = row, row + len(batch)
                 if row > start:
-                    values = batch.column(0).to_pylist()
+                    values = _values(batch.column(0), path, first, text_key)
                     _check_strings(values, path, first, text_key)
                     texts = tuple(values[max(0, start - first) :])
                     read_bytes = size_bytes * row // num_rows
                     yield Block("texts", str(path), texts=texts, end=row, read_bytes=read_bytes)
+
+
+def _check_column(names: list[str], path: Path, text_key: str) -> None:
+    if text_key not in names:
+        raise UserError(f"{path}: no column {text_key!r}; it has {names[:8]} (set data.text_key)")
+    if names.count(text_key) > 1:
+        raise UserError(f"{path}: {names.count(text_key)} columns have the name {text_key!r}; want one")
+
+
+def _batches(table: Any, path: Path, text_key: str) -> Iterator[Any]:
+    """The column in record batches; a page that is damaged names its file."""
+    import pyarrow
+
+    batches = table.iter_batches(batch_size=1024, columns=[text_key])
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{path}: cannot be read to its end ({' '.join(str(error).split())})") from error
+        if batch is None:
+            return
+        yield batch
+
+
+def _values(column: Any, path: Path, first: int, text_key: str) -> list[Any]:
+    """The values of a column; Parquet's own type of a text does not make its bytes UTF-8."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        for number, value in enumerate(column, first):
+            if value.is_valid:
+                decode_utf8(value.as_buffer().to_pybytes(), f"{path}, row {number}: {text_key!r}")
+        raise
 
 
 def _check_strings(values: list[Any], path: Path, first: int, text_key: str) -> None:
@@ -353,13 +316,13 @@ def _check_strings(values: list[Any], path: Path, first: int, text_key: str) -> 
 @contextlib.contextmanager
 def _parquet_path(path: Path) -> Iterator[Path]:
     """The Parquet file, decompressed to a temporary one where its name ends in .gz or .zst (it needs seeking)."""
-    if path.suffix not in COMPRESSED_SUFFIXES:
+    if not compression.suffix_of(path):
         if not path.stat().st_size:
             raise UserError(f"{path}: is empty (0 bytes)")
         yield path
         return
     with tempfile.NamedTemporaryFile(suffix=".parquet") as copy:
-        with open_plain(path) as (stream, _):
+        with compression.open_plain(path) as (stream, _):
             try:
                 shutil.copyfileobj(stream, copy, BLOCK_BYTES)
             except (OSError, EOFError, zlib.error) as error:
@@ -371,26 +334,12 @@ def _parquet_path(path: Path) -> Iterator[Path]:
 def stream_blocks(stream: IO[bytes]) -> Iterator[Block]:
     """Blocks of standard input: JSONL when it starts with an opening brace, else one text."""
     reader = io.BufferedReader(stream, BLOCK_BYTES) if isinstance(stream, io.RawIOBase) else stream
-    head = reader.read(BLOCK_BYTES)
-    if not head.strip():
-        raise UserError(f"{STDIN}: is empty")
-    joined = _Joined(head, reader)
-    if head.removeprefix(UTF8_MARK).lstrip().startswith(b"{"):
-        yield from line_blocks(joined, STDIN, 0, 1)  # type: ignore[arg-type]
-    else:
-        yield from text_blocks(joined, STDIN, 0)  # type: ignore[arg-type]
-
-
-class _Joined:
-    """A stream whose head was read already."""
-
-    def __init__(self, head: bytes, rest: IO[bytes]) -> None:
-        self._head = head
-        self._rest = rest
-
-    def read(self, size: int) -> bytes:
-        """The head first, then the rest."""
-        if self._head:
-            head, self._head = self._head, b""
-            return head
-        return self._rest.read(size)
+    with compression.open_stream(reader, STDIN) as plain:
+        head = next(_chunks(plain, STDIN), b"")
+        if not head.strip():
+            raise UserError(f"{STDIN}: is empty")
+        joined = compression.joined(head, plain)
+        if head.removeprefix(UTF8_MARK).lstrip().startswith(b"{"):
+            yield from line_blocks(joined, STDIN, 0, 1)
+        else:
+            yield from text_blocks(joined, STDIN, 0)
