@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 
 import numpy as np
@@ -70,9 +71,9 @@ def test_offsets_beyond_32_bits(tmp_path):
         stream.write(np.arange(1, 8, dtype="<u2").tobytes())
     import jaxpar.data.foreign as foreign
 
-    # The scan for the largest id would read 8 GB of holes.
+    # The scan would read 8 GB of holes.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(foreign, "_largest_id", lambda *_: 7)
+        patch.setattr(foreign, "_scan", lambda *_: foreign._Content(7, "hash"))
         store = open_megatron(tmp_path / "x", tmp_path)
     windows = list(store.documents())
     assert windows[0].start.tolist() == [0, long, 2 * long, 2 * long + 3]
@@ -186,6 +187,37 @@ def test_document_ends_across_scan_windows(tmp_path, monkeypatch):
     store = foreign.open_raw(path, "uint16", 0, tmp_path)
     found = [tokens[s : s + n].tolist() for d in store.documents() for s, n in zip(d.start, d.length)]
     assert found == [[1, 2, 3, 0], [4, 5, 6, 7, 8, 9, 0], [1, 0], [0], [2, 3]]
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.idx"])
+def test_every_edit_of_a_pair_is_another_identity(tmp_path, name):
+    """Whatever byte of a large file is edited, and also where size and time stay as they are."""
+    write_pair(tmp_path, [10] * 800_000)
+    path = tmp_path / name
+    data, times = path.read_bytes(), path.stat()
+    before = open_config(tmp_path, (f"{tmp_path}/x",)).train.identity
+    edited = bytearray(data)
+    if name == "x.bin":
+        edited[2_679_290] ^= 1
+    else:  # a document gets a sequence of the next one
+        edited[-8 * 200_000] ^= 1
+    path.write_bytes(edited)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert open_config(tmp_path, (f"{tmp_path}/x",)).train.identity != before
+    path.write_bytes(data)
+    assert open_config(tmp_path, (f"{tmp_path}/x",)).train.identity == before
+
+
+def test_a_headerless_file_is_known_by_its_content(tmp_path):
+    kind = {"source": "raw", "raw_dtype": "uint16"}
+    data = np.arange(4_000_000, dtype=np.uint32).astype("<u2")
+    found = []
+    for name, place in (("a.bin", None), ("copy.bin", None), ("edited.bin", 1_234_567)):
+        if place is not None:
+            data[place] ^= 1
+        data.tofile(tmp_path / name)
+        found.append(open_config(tmp_path, (f"{tmp_path}/{name}",), **kind).train.identity)
+    assert found[0] == found[1] != found[2]
 
 
 def test_held_out_documents_of_a_pair_are_disjoint(tmp_path):

@@ -15,12 +15,14 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxpar.data.cache import cached
 from jaxpar.data.hashing import content_identity, mix64
 from jaxpar.data.store import WINDOW_DOCUMENTS, Documents, Shard, TokenStore, map_array, read_json, write_json
+from jaxpar.data.tokenizers import hash_files
 from jaxpar.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -41,14 +43,14 @@ def open_megatron(prefix: Path, cache_dir: Path) -> TokenStore:
     dtype, lengths, pointers, bounds = _read_index(index)
     num_tokens = _check_index(index, data, dtype, lengths, pointers, bounds)
     tokens = map_array(data, dtype, num_tokens)
-    max_id = _largest_id(data, tokens, cache_dir)
+    content = _scan(data, tokens, cache_dir)
     windows = functools.partial(_megatron_windows, pointers, bounds, num_tokens, dtype.itemsize)
     return TokenStore(
         name=str(prefix),
         shards=(Shard(data, tokens, 0, windows),),
         num_tokens=num_tokens,
-        identity=content_identity(["megatron", _sample_hash(index), _sample_hash(data)]),
-        max_id=max_id,
+        identity=content_identity(["megatron", hash_files([index]), content.sha256]),
+        max_id=content.largest_id,
         vocab_size=None,
         tokenizer_sha256=None,
         knows_bytes=False,
@@ -64,12 +66,13 @@ def open_raw(path: Path, dtype_name: str, document_end: int | None, cache_dir: P
     if size % dtype.itemsize:
         raise UserError(f"{path}: {size} bytes is no multiple of {dtype.itemsize}; it is cut, or not {dtype_name}")
     tokens = map_array(path, dtype, size // dtype.itemsize)
+    content = _scan(path, tokens, cache_dir)
     return TokenStore(
         name=str(path),
         shards=(Shard(path, tokens, 0, functools.partial(_raw_windows, tokens, document_end)),),
         num_tokens=len(tokens),
-        identity=content_identity(["raw", dtype.str, document_end, _sample_hash(path)]),
-        max_id=_largest_id(path, tokens, cache_dir),
+        identity=content_identity(["raw", dtype.str, document_end, content.sha256]),
+        max_id=content.largest_id,
         vocab_size=None,
         tokenizer_sha256=None,
         knows_bytes=False,
@@ -178,30 +181,29 @@ def _numbered(edges: np.ndarray, first: int) -> Documents:
     return Documents(edges[:-1], np.diff(edges), mix64(numbers), np.zeros((len(numbers),), np.int64))
 
 
-def _largest_id(path: Path, tokens: np.ndarray, cache_dir: Path) -> int:
-    """The largest id of a file, from one pass over it that is remembered; refuses negative ids."""
+class _Content(NamedTuple):
+    """What one pass over a file of ids tells."""
+
+    largest_id: int
+    sha256: str
+
+
+def _scan(path: Path, tokens: np.ndarray, cache_dir: Path) -> _Content:
+    """The largest id and the hash of a file, from one pass over it that is remembered; refuses negative ids."""
     stat = path.stat()
-    key = content_identity([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, tokens.dtype.str])
+    state = [os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, tokens.dtype.str]
 
     def scan(folder: Path) -> None:
         log.info("%s: looking for the largest of %d ids", path, len(tokens))
-        parts = [tokens[low : low + SCAN_TOKENS] for low in range(0, len(tokens), SCAN_TOKENS)]
-        smallest = min(int(part.min()) for part in parts) if tokens.dtype.kind == "i" else 0
-        write_json(folder / "ids.json", {"smallest": smallest, "largest": max(int(part.max()) for part in parts)})
+        smallest, largest, digest = 0, 0, hashlib.sha256()
+        for low in range(0, len(tokens), SCAN_TOKENS):
+            part = tokens[low : low + SCAN_TOKENS]
+            smallest, largest = min(smallest, int(part.min())), max(largest, int(part.max()))
+            digest.update(part.data)
+        write_json(folder / "ids.json", {"smallest": smallest, "largest": largest, "sha256": digest.hexdigest()})
 
+    key = content_identity([2, *state])
     found = cached(cache_dir, f"ids-{key}", scan, lambda folder: read_json(folder / "ids.json"))
     if found["smallest"] < 0:
         raise UserError(f"{path}: holds the negative id {found['smallest']}")
-    return found["largest"]
-
-
-def _sample_hash(path: Path) -> str:
-    """Hash of a file's size and of blocks spread over it; all of it when it is small."""
-    block, count = 1 << 16, 64
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as stream:
-        for number in range(count):
-            stream.seek(number * block if size <= block * count else number * (size - block) // (count - 1))
-            digest.update(stream.read(block))
-    return digest.hexdigest()
+    return _Content(found["largest"], found["sha256"])
