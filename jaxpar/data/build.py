@@ -15,8 +15,9 @@ from typing import IO, Any
 from jaxpar.data import sources
 from jaxpar.data.encode import Encoded, Encoder, Recipe
 from jaxpar.data.hashing import chain_hash
+from jaxpar.data.json_files import read_json, write_json
 from jaxpar.data.sources import Block
-from jaxpar.data.store import SHARD_TOKENS, TokenWriter, read_json, write_json
+from jaxpar.data.store import SHARD_TOKENS, TokenWriter
 from jaxpar.data.workers import encode_in_order
 from jaxpar.errors import UserError
 
@@ -181,6 +182,8 @@ def _facts(recipe: Recipe, encoder: Encoder, counts: Counts) -> dict[str, Any]:
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "pad_id": tokenizer.pad_id,
+            "bos_token": recipe.bos_token,
+            "eos_token": recipe.eos_token,
         },
         "add_bos": recipe.add_bos,
         "add_eos": recipe.add_eos,

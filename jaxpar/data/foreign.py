@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxpar.data.cache import cached
 from jaxpar.data.hashing import content_identity, mix64
-from jaxpar.data.store import WINDOW_DOCUMENTS, Documents, Shard, TokenStore, map_array, read_json, write_json
+from jaxpar.data.json_files import read_json, write_json
+from jaxpar.data.store import WINDOW_DOCUMENTS, Documents, Shard, TokenStore, map_array
 from jaxpar.data.tokenizers import hash_files
 from jaxpar.errors import UserError
 

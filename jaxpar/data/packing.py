@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxpar.data.store import Documents, TokenStore, map_array, read_json, write_json
+from jaxpar.data.json_files import read_json, write_json
+from jaxpar.data.store import Documents, TokenStore, map_array
 from jaxpar.errors import UserError
 
 log = logging.getLogger(__name__)

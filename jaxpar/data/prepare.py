@@ -15,8 +15,10 @@ from jaxpar.data.build import Counts, Inputs, build_token_set, finished_work, st
 from jaxpar.data.cache import missing_folders
 from jaxpar.data.encode import Recipe
 from jaxpar.data.hashing import content_identity
+from jaxpar.data.json_files import write_json
+from jaxpar.data.manifest import open_manifest
 from jaxpar.data.sources import expand_files
-from jaxpar.data.store import SHARD_TOKENS, TokenWriter, open_manifest, open_store, verify_store
+from jaxpar.data.store import SHARD_TOKENS, TokenWriter, open_store, verify_store
 from jaxpar.data.tokenizers import Tokenizer, copy_tokenizer
 from jaxpar.errors import UserError
 from jaxpar.runtime import lock
@@ -79,10 +81,11 @@ def _write(options: PrepareOptions, inputs: Inputs, tokenizer: Tokenizer) -> dic
         if not finished_work(folder, inputs.key):
             shutil.rmtree(folder)
         raise
-    copy_tokenizer(tokenizer, folder / "tokenizer")
+    manifest = open_manifest(folder)
+    manifest["tokenizer"]["files"] = copy_tokenizer(tokenizer, folder / "tokenizer")
+    write_json(folder / "manifest.json", manifest)
     (folder / "inputs.key").write_text(inputs.key)
     folder.rename(options.output)
-    manifest = open_manifest(options.output)
     _say(f"{options.output}: {_describe(manifest)} in {time.monotonic() - started:.1f} s")
     return manifest
 
@@ -118,7 +121,7 @@ def verify(folder: Path) -> None:
     """Check every checksum of a token set; raises with the files that are damaged."""
     wrong = verify_store(folder)
     if wrong:
-        raise UserError(f"damaged: {', '.join(wrong)} (the checksum is not the manifest's)")
+        raise UserError(f"damaged or missing: {', '.join(wrong)} (the checksum is not the manifest's)")
     _say(f"{folder}: all checksums are right; {_describe(open_manifest(folder))}")
 
 

@@ -15,8 +15,9 @@ from jaxpar.data.cache import cached
 from jaxpar.data.encode import Recipe
 from jaxpar.data.foreign import open_megatron, open_raw
 from jaxpar.data.hashing import content_identity
-from jaxpar.data.store import TokenStore, join_stores, open_manifest, open_store
-from jaxpar.data.tokenizers import Tokenizer, hash_files, load_tokenizer
+from jaxpar.data.manifest import open_manifest
+from jaxpar.data.store import TokenStore, join_stores, open_store
+from jaxpar.data.tokenizers import Tokenizer, hash_files, load_copy, load_tokenizer
 from jaxpar.errors import UserError, raise_together
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ def tokenizer_spec(settings: DataConfig) -> str | None:
         return None
     if stores and stores[0].tokenizer_sha256 == load_tokenizer("bytes").sha256:
         return "bytes"
-    return next((str(store.tokenizer_dir) for store in stores if store.tokenizer_dir is not None), None)
+    copies = [store.tokenizer_dir for store in stores if store.tokenizer_dir is not None]
+    return next((str(folder) for folder in copies if folder.is_dir()), None)
 
 
 def _made_elsewhere(settings: DataConfig) -> bool:
@@ -110,15 +112,11 @@ def store_tokenizer(store: TokenStore, tokenizer: Tokenizer | None, settings: Da
     return tokenizer
 
 
-def _own_tokenizer(store: TokenStore, settings: DataConfig) -> Tokenizer | None:
-    """The tokenizer that a token set was written with: bytes, or the copy that lies in it; None where there is none."""
-    byte_tokenizer = load_tokenizer("bytes")
-    if store.tokenizer_sha256 == byte_tokenizer.sha256:
-        return byte_tokenizer
-    if store.tokenizer_dir is None:
-        return None
-    copy = load_tokenizer(str(store.tokenizer_dir), bos_token=settings.bos_token, eos_token=settings.eos_token)
-    return copy if copy.sha256 == store.tokenizer_sha256 else None
+def _own_tokenizer(store: TokenStore, settings: DataConfig) -> Tokenizer:
+    """The tokenizer that a token set was written with: bytes, or the copy that lies in it."""
+    if store.tokenizer_dir is None or store.tokenizer_facts is None:
+        return load_tokenizer("bytes")
+    return load_copy(store.tokenizer_dir, store.tokenizer_facts, settings.bos_token, settings.eos_token)
 
 
 def _text_files(kind: str, files: Sequence[str], key: str) -> list[Path]:

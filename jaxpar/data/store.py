@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpar.data.hashing import content_identity
+from jaxpar.data.json_files import write_json
+from jaxpar.data.manifest import FORMAT, FORMAT_VERSION, open_manifest, shards_identity
+from jaxpar.data.tokenizers import damaged_copy
 from jaxpar.errors import UserError
 
-FORMAT = "jaxpar-tokens"
-FORMAT_VERSION = 1
 DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8"), ("bytes", "<i8")])
 SHARD_TOKENS = 1 << 30
 WINDOW_DOCUMENTS = 1 << 20
@@ -56,7 +56,7 @@ class TokenStore:
 
     `identity` hashes the content (or what stands for it), `max_id` is the largest id in use, `knows_bytes` tells
     whether the lengths of the texts are known, `whole_files` that a document is a whole file without boundaries.
-    `tokenizer_dir` holds a copy of the tokenizer.
+    `tokenizer_dir` should hold a copy of the tokenizer, and `tokenizer_facts` are the manifest's account of it.
     """
 
     name: str
@@ -68,6 +68,7 @@ class TokenStore:
     tokenizer_sha256: str | None
     knows_bytes: bool
     tokenizer_dir: Path | None = None
+    tokenizer_facts: Mapping[str, Any] | None = None
     whole_files: bool = False
 
     @property
@@ -82,7 +83,14 @@ class TokenStore:
             number = int(np.searchsorted([shard.first for shard in self.shards], start, side="right")) - 1
         shard = self.shards[number]
         offset = start - shard.first
-        return shard.tokens[offset : offset + length]
+        ids = shard.tokens[offset : offset + length]
+        largest = int(ids.max()) if len(ids) else 0
+        if largest > self.max_id:  # a model would clip it to its vocabulary, silently
+            raise UserError(
+                f"{shard.path}: holds the id {largest} at one of its tokens {offset} to {offset + length - 1}, but none"
+                f" above {self.max_id} when it was written or first read: it is damaged or was changed"
+            )
+        return ids
 
     def documents(self) -> Iterator[Documents]:
         """All documents in order, in windows."""
@@ -91,14 +99,18 @@ class TokenStore:
                 yield window._replace(start=window.start + shard.first)
 
 
-def record_windows(records: np.ndarray) -> Iterator[Documents]:
-    """Documents of an array of DOCUMENT records, in windows."""
+def record_windows(path: Path, records: np.ndarray) -> Iterator[Documents]:
+    """Documents of an array of DOCUMENT records, in windows; `path` is where they lie."""
     before = 0
     for low in range(0, len(records), WINDOW_DOCUMENTS):
         window = records[low : low + WINDOW_DOCUMENTS]
         ends = window["end"].astype(np.int64)
         starts = np.concatenate([[before], ends[:-1]])
         before = int(ends[-1])
+        if np.any(ends < starts):
+            raise UserError(
+                f"{path}: document {low + int(np.argmax(ends < starts))} ends before it starts; it is damaged"
+            )
         yield Documents(starts, ends - starts, window["hash"], window["bytes"])
 
 
@@ -141,38 +153,6 @@ def map_array(path: Path, dtype: np.dtype | type, count: int) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(count,))) if count else np.zeros((0,), dtype)
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file, or an error that names it."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is either the old one or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1, sort_keys=True)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-
-
-def open_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a token set; refuses a folder without one, or of another format."""
-    if not (folder / "manifest.json").is_file():
-        raise UserError(f"{folder}: no token set (no manifest.json); scripts/prepare_data.py writes one")
-    manifest = read_json(folder / "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UserError(f"{folder}/manifest.json: not the manifest of a token set")
-    if manifest["version"] != FORMAT_VERSION:
-        raise UserError(f"{folder}/manifest.json: version {manifest['version']}; this jaxpar reads {FORMAT_VERSION}")
-    return manifest
-
-
 def open_store(folder: Path) -> TokenStore:
     """Open a token set; refuses an unfinished or damaged one, naming the file."""
     manifest = open_manifest(folder)
@@ -183,7 +163,7 @@ def open_store(folder: Path) -> TokenStore:
         records = map_array(folder / entry["documents_file"], DOCUMENT, entry["documents"])
         if len(records) and int(records["end"][-1]) != len(tokens):
             raise UserError(f"{folder / entry['documents_file']}: its last document does not end at {len(tokens)}")
-        windows = functools.partial(record_windows, records)
+        windows = functools.partial(record_windows, folder / entry["documents_file"], records)
         shards.append(Shard(folder / entry["tokens_file"], tokens, first, windows))
         first += len(tokens)
     return TokenStore(
@@ -195,15 +175,17 @@ def open_store(folder: Path) -> TokenStore:
         vocab_size=manifest["tokenizer"]["vocab_size"],
         tokenizer_sha256=manifest["tokenizer"]["sha256"],
         knows_bytes=True,
-        tokenizer_dir=folder / "tokenizer" if (folder / "tokenizer").is_dir() else None,
+        tokenizer_dir=folder / "tokenizer" if manifest["tokenizer"]["kind"] != "bytes" else None,
+        tokenizer_facts=manifest["tokenizer"],
     )
 
 
 def verify_store(folder: Path) -> list[str]:
-    """Files of a token set whose checksum is not the manifest's."""
+    """Files of a token set whose checksum is not the manifest's, those of the tokenizer's copy included."""
     open_store(folder)
-    wrong: list[str] = []
-    for entry in open_manifest(folder)["shards"]:
+    manifest = open_manifest(folder)
+    wrong = damaged_copy(folder / "tokenizer", manifest["tokenizer"])
+    for entry in manifest["shards"]:
         for kind in ("tokens", "documents"):
             file = folder / entry[f"{kind}_file"]
             if file_crc32(file) != entry[f"{kind}_crc32"]:
@@ -321,7 +303,7 @@ class TokenWriter:
             "tokens": self.num_tokens,
             "max_id": self.max_id,
             "shards": self._shards,
-            "identity": content_identity([FORMAT_VERSION, self._dtype.str, self._shards]),
+            "identity": shards_identity(self._dtype.str, self._shards),
             **facts,
         }
         write_json(self._folder / "manifest.json", manifest)

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,8 +123,7 @@ class FileTokenizer:
         self.bos_id = special.bos
         self.eos_id = special.eos
         self.pad_id = special.pad
-        ids = json.dumps([self.kind, special.bos, special.eos])
-        self.sha256 = hash_files(files, ids)
+        self.sha256 = _tokenizer_hash(self.kind, files, special.bos, special.eos)
 
 
 class HuggingFaceTokenizer(FileTokenizer):
@@ -205,16 +204,61 @@ def _tokenizer_path(path: Path) -> Path:
     return path
 
 
-def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy the files of a tokenizer, and those that name its special tokens, so that `load_tokenizer` finds them."""
+def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
+    """Copy the files of a tokenizer, and those that name its special tokens, so that `load_tokenizer` finds them.
+
+    Returns their names and hashes.
+    """
     if not tokenizer.files:
-        return
+        return {}
     beside = [tokenizer.files[0].parent / name for name in SETTINGS_FILES]
     folder.mkdir(exist_ok=True)
     for path in [*tokenizer.files, *(path for path in beside if path.is_file())]:
         # The one name by which a folder tells a Hugging Face tokenizer.
         renamed = tokenizer.kind == "huggingface" and len(tokenizer.files) == 1 and path == tokenizer.files[0]
         shutil.copyfile(path, folder / ("tokenizer.json" if renamed else path.name))
+    return {path.name: hash_files([path]) for path in sorted(folder.iterdir())}
+
+
+def load_copy(
+    folder: Path, facts: Mapping[str, Any], bos_token: str | None = None, eos_token: str | None = None
+) -> Tokenizer:
+    """The tokenizer that was copied to `folder`, which the `facts` of a manifest describe; refuses any other.
+
+    `bos_token` and `eos_token` as it was written with, where the facts (of an older set) do not tell.
+    """
+    wrong = damaged_copy(folder, facts)
+    if wrong or not folder.is_dir():
+        raise UserError(
+            f"{', '.join(wrong) or folder}: the copy of the tokenizer is damaged or missing; put it back, or set"
+            " data.tokenizer to the one that the tokens were written with"
+        )
+    bos_token, eos_token = bos_token or facts.get("bos_token"), eos_token or facts.get("eos_token")
+    copy = load_tokenizer(str(folder), bos_token=bos_token, eos_token=eos_token)
+    if copy.sha256 != facts["sha256"]:
+        raise UserError(
+            f"{folder}: its start and end tokens have the ids {copy.bos_id} and {copy.eos_id}, but the tokens were"
+            f" written with {facts.get('bos_id')} and {facts.get('eos_id')}; data.bos_token and data.eos_token must be"
+            " those that they were written with"
+        )
+    return copy
+
+
+def damaged_copy(folder: Path, facts: Mapping[str, Any]) -> list[str]:
+    """Files of a tokenizer's copy that are missing or not as the `facts` of the manifest tell."""
+    hashes = facts.get("files")
+    if hashes is not None:
+        paths = {folder / name: digest for name, digest in hashes.items()}
+        return [str(path) for path, digest in paths.items() if not path.is_file() or hash_files([path]) != digest]
+    if facts["kind"] == "bytes" or not folder.is_dir():
+        return []
+    copy = load_tokenizer(str(folder))  # of an older manifest, which tells no hash of each file
+    same = _tokenizer_hash(copy.kind, copy.files, facts.get("bos_id"), facts.get("eos_id")) == facts["sha256"]
+    return [] if same else [copy.name]
+
+
+def _tokenizer_hash(kind: str, files: Sequence[Path], bos_id: int | None, eos_id: int | None) -> str:
+    return hash_files(files, json.dumps([kind, bos_id, eos_id]))
 
 
 def hash_files(files: Sequence[Path], extra: str = "") -> str:
