@@ -379,6 +379,31 @@ def test_a_refused_run_leaves_nothing_and_finished_work_stays(tmp_path, monkeypa
     assert (tmp_path / ".o.unfinished" / "progress.json").is_file()
 
 
+@pytest.mark.parametrize("content", ["{}", "", "[]", "half", "no counts", "no writer", "counts of another kind"])
+def test_a_broken_progress_file_tells_what_to_delete(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(build, "COMMIT_INTERVAL_S", 0.0)
+    options = PrepareOptions(write_corpus(tmp_path, 20), tmp_path / "set", Recipe())
+    path = tmp_path / ".set.unfinished" / "progress.json"
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_count", die)
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare(options)
+    stored = json.loads(path.read_text())
+    broken = {
+        "half": path.read_text()[:-50],
+        "no counts": json.dumps({**stored, "counts": None}),
+        "no writer": json.dumps({**stored, "writer": {}}),
+        "counts of another kind": json.dumps({**stored, "counts": {"file": 0, "offset": 0, "other": 1}}),
+    }
+    path.write_text(broken.get(content, content))
+    with pytest.raises(UserError, match=rf"{path}: .*; delete {path.parent} and start again"):
+        prepare.prepare(options)
+
+
 def test_two_runs_with_one_output(tmp_path):
     files = write_corpus(tmp_path)
     output = tmp_path / "new" / "set"

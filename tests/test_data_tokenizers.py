@@ -137,6 +137,48 @@ def test_rank_files(tmp_path):
     assert tokenizer.decode([300, 256]) == "<|endoftext|>ab"
 
 
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({b"cd": 256}, {}, r"x.tiktoken, line 258: the rank 256 was given before \(.*x.tiktoken, line 257\)"),
+        ({b"ab2": 1 << 40}, {}, r"x.tiktoken, line 258: the rank 1099511627776; want 0 to"),
+        ({b"a": None, b"b": None}, {}, r"x.tiktoken: no rank for 2 single bytes \(0x61, 0x62\)"),
+        ({}, {"pattern": "("}, r"x.json: its splitting pattern cannot be used \(Parsing error"),
+        ({}, {"special_tokens": {"<end>": 256}}, r"x.json: .* '<end>' has the id 256, which x.tiktoken gives to b'ab'"),
+        ({}, {"special_tokens": {"<end>": "256"}}, r"x.json: 'special_tokens' is .* want {text: id}"),
+        ({}, {"special_tokens": ["<end>"]}, r"x.json: 'special_tokens' is .* want {text: id}"),
+    ],
+)
+def test_broken_rank_files_are_refused_by_name(tmp_path, change, settings, message):
+    path = tmp_path / "x.tiktoken"
+    ranks = {word: rank for word, rank in {**byte_ranks([b"ab"]), **change}.items() if rank is not None}
+    path.write_bytes(b"\n".join(base64.b64encode(word) + b" %d" % rank for word, rank in ranks.items()))
+    (tmp_path / "x.json").write_text(json.dumps({"pattern": r"\S+|\s+", **settings}))
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(path))
+
+
+def test_a_token_with_two_ranks_is_refused(tmp_path):
+    path = tmp_path / "x.tiktoken"
+    lines = [base64.b64encode(word) + b" %d" % rank for word, rank in byte_ranks([b"ab"]).items()]
+    path.write_bytes(b"\n".join([*lines, base64.b64encode(b"ab") + b" 257"]))
+    with pytest.raises(UserError, match=r"x.tiktoken, line 258: b'ab' has the rank 256 already"):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
+def test_settings_that_are_no_object_are_refused_by_name(tmp_path, name):
+    save_word_tokenizer(tmp_path / "tokenizer.json", ["a"])
+    for content, message in (
+        ("[1]", "a JSON list; want an object"),
+        ("[" * 200_000, "not valid JSON"),
+        ("{", "not valid"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=f"{name}: {message}"):
+            load_tokenizer(str(tmp_path))
+
+
 def test_tekken_files_list_more_than_is_in_use(tmp_path):
     entries = [
         {"rank": rank, "token_bytes": base64.b64encode(word).decode()}

@@ -6,13 +6,14 @@ Rank files are read here and not by tiktoken's own loader, which keeps a copy by
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpar.data.compression import missing_library
+from jaxpar.data.sources import decode_utf8
 from jaxpar.data.tokenizers import (
     END_NAMES,
     START_NAMES,
@@ -134,9 +135,13 @@ class TiktokenTokenizer(FileTokenizer):
             import tiktoken
         except ImportError as error:
             raise missing_library("tiktoken", str(files[0])) from error
-        self._encoding = tiktoken.Encoding(
-            str(files[0]), pat_str=ranks.pattern, mergeable_ranks=ranks.ranks, special_tokens={}
-        )
+        _check_ranks(files, ranks)
+        try:
+            self._encoding = tiktoken.Encoding(
+                str(files[0]), pat_str=ranks.pattern, mergeable_ranks=ranks.ranks, special_tokens={}
+            )
+        except ValueError as error:
+            raise UserError(f"{files[-1]}: its splitting pattern cannot be used ({error})") from error
         self._offset = ranks.offset
         self._special = {i: name for name, i in ranks.special.items()}
         self._threads = threads or 8
@@ -169,6 +174,45 @@ class TiktokenTokenizer(FileTokenizer):
         return "".join([*parts, self._encoding.decode(run)])
 
 
+def _check_ranks(files: Sequence[Path], ranks: Ranks) -> None:
+    """Refuse a vocabulary that tiktoken would fail on, now or at some later text, or that gives an id two meanings."""
+    missing = [f"0x{byte:02x}" for byte in range(256) if bytes([byte]) not in ranks.ranks]
+    if missing:
+        raise UserError(
+            f"{files[0]}: no rank for {len(missing)} single bytes ({', '.join(missing[:4])}); a text that holds one"
+            " could not be encoded; want all 256"
+        )
+    taken = {rank + ranks.offset: token for token, rank in ranks.ranks.items()}
+    for name, number in ranks.special.items():
+        if number in taken:
+            raise UserError(
+                f"{files[-1]}: the special token {name!r} has the id {number}, which {files[0].name} gives to"
+                f" {taken[number]!r}; want an id of its own"
+            )
+
+
+def _distinct_ranks(entries: Iterable[tuple[str, bytes, int]]) -> dict[bytes, int]:
+    """Token to rank of (place, token, rank); refuses a token or a rank that comes twice."""
+    ranks: dict[bytes, int] = {}
+    places: dict[int, str] = {}
+    for place, token, rank in entries:
+        if rank in places:
+            raise UserError(f"{place}: the rank {rank} was given before ({places[rank]}); want each once")
+        if token in ranks:
+            raise UserError(f"{place}: {token!r} has the rank {ranks[token]} already; want each token once")
+        if not 0 <= rank < 1 << 31:
+            raise UserError(f"{place}: the rank {rank}; want 0 to 2^31 - 1")
+        ranks[token], places[rank] = rank, place
+    return ranks
+
+
+def _special_ids(path: Path, found: Any) -> dict[str, int]:
+    """Special tokens by their text."""
+    if isinstance(found, dict) and all(type(number) is int and 0 <= number < 1 << 31 for number in found.values()):
+        return dict(found)
+    raise UserError(f"{path}: 'special_tokens' is {found!r:.60}; want {{text: id}}")
+
+
 def _known(special_id: int) -> int | None:
     """SentencePiece says -1 for "none"."""
     return special_id if special_id >= 0 else None
@@ -185,7 +229,7 @@ def _load_gpt2(path: Path, bos_token: str | None, eos_token: str | None) -> Toke
         if not file.is_file():
             raise UserError(f"{file}: missing; {path.name} needs it beside it")
     vocabulary: dict[str, int] = read_settings(vocabulary_path)
-    lines = merges_path.read_text("utf-8").splitlines()
+    lines = decode_utf8(merges_path.read_bytes(), str(merges_path)).splitlines()
     merges: list[tuple[str, str]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
@@ -214,21 +258,25 @@ def _rank_line(line: bytes) -> tuple[bytes, int] | None:
         return None
 
 
-def _read_ranks(path: Path, beside: Path) -> Ranks:
-    """A tiktoken file; pattern and special tokens come from the JSON file beside it or from the number of ranks."""
-    ranks: dict[bytes, int] = {}
+def _rank_lines(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """(place, token, rank) of the lines of a tiktoken file."""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         pair = _rank_line(line)
         if pair is None:
             raise UserError(f"{path}, line {number}: want a base64 token, a blank and its rank")
-        ranks[pair[0]] = pair[1]
+        yield f"{path}, line {number}", *pair
+
+
+def _read_ranks(path: Path, beside: Path) -> Ranks:
+    """A tiktoken file; pattern and special tokens come from the JSON file beside it or from the number of ranks."""
+    ranks = _distinct_ranks(_rank_lines(path))
     if beside.is_file():
         settings: Any = read_settings(beside)
         if not isinstance(settings.get("pattern"), str):
             raise UserError(f"{beside}: no 'pattern'; want {{'pattern': regex, 'special_tokens': {{text: id}}}}")
-        return Ranks(ranks, settings["pattern"], dict(settings.get("special_tokens", {})))
+        return Ranks(ranks, settings["pattern"], _special_ids(beside, settings.get("special_tokens", {})))
     if len(ranks) not in KNOWN_RANKS:
         raise UserError(
             f"{path}: {len(ranks)} ranks, no known vocabulary; put its splitting pattern and special tokens into"
@@ -246,11 +294,16 @@ def _read_tekken(path: Path) -> Ranks:
         num_special = int(config["default_num_special_tokens"])
         in_use = int(config["default_vocab_size"]) - num_special
         entries = content["vocab"][:in_use]
-        ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in entries}
+        ranks = _distinct_ranks(
+            (f"{path}, entry {number} of vocab", base64.b64decode(entry["token_bytes"]), int(entry["rank"]))
+            for number, entry in enumerate(entries)
+        )
         listed = content.get("special_tokens") or [
             {"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>"))
         ]
         special = {entry["token_str"]: int(entry["rank"]) for entry in listed}
         return Ranks(ranks, config["pattern"], special, num_special)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a tekken.json ({error!r})") from error

@@ -96,14 +96,29 @@ def stored_progress(folder: Path, key: str) -> dict[str, Any] | None:
     path = folder / PROGRESS_FILE
     if not key or not path.is_file():
         return None
-    stored = read_json(path)
-    return stored if stored["key"] == key else None
+    with _as_written(path):
+        stored = read_json(path)
+        return stored if stored["key"] == key else None
 
 
 def finished_work(folder: Path, key: str) -> bool:
     """Whether a later build of the same key finds blocks in `folder` that it need not read again."""
     stored = stored_progress(folder, key)
-    return stored is not None and bool(stored["counts"]["file"] or stored["counts"]["offset"])
+    if stored is None:
+        return False
+    with _as_written(folder / PROGRESS_FILE):
+        return bool(stored["counts"]["file"] or stored["counts"]["offset"])
+
+
+@contextlib.contextmanager
+def _as_written(path: Path) -> Iterator[None]:
+    """Say what to delete where the progress file is not as a build writes it."""
+    try:
+        yield
+    except (UserError, LookupError, TypeError, AttributeError, ValueError) as error:
+        found = str(error) if isinstance(error, UserError) else f"{path}: not what an unfinished build leaves"
+        hint = f"delete {path.parent} and start again"
+        raise UserError(found if hint in found else f"{found}; {hint}") from error
 
 
 def _start(folder: Path, encoder: Encoder, key: str, shard_tokens: int) -> tuple[Counts, TokenWriter]:
@@ -114,8 +129,9 @@ def _start(folder: Path, encoder: Encoder, key: str, shard_tokens: int) -> tuple
         if key:
             _commit(folder, key, counts, writer)
         return counts, writer
-    writer = TokenWriter(folder, encoder.dtype, shard_tokens=shard_tokens, progress=stored["writer"])
-    return Counts(**stored["counts"]), writer
+    with _as_written(folder / PROGRESS_FILE):
+        counts = Counts(**stored["counts"])
+        return counts, TokenWriter(folder, encoder.dtype, shard_tokens=shard_tokens, progress=stored["writer"])
 
 
 def _commit(folder: Path, key: str, counts: Counts, writer: TokenWriter) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpar.data.json_files import read_json
 from jaxpar.errors import UserError
 
 # What the published families call their end and start tokens, tried in this order when nothing else tells.
@@ -286,12 +287,12 @@ def _special_names(folder: Path) -> dict[str, str]:
     return names
 
 
-def read_settings(path: Path) -> Any:
-    """A JSON file, or an error that names it."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object of a JSON file, or an error that names it."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: a JSON {type(found).__name__}; want an object")
+    return found
 
 
 def find_token(
