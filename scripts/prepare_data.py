@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     from jaxpar.data.encode import Recipe
-    from jaxpar.data.prepare import PrepareOptions, prepare, verify
+    from jaxpar.data.prepare import PrepareOptions, in_flags, prepare, verify
     from jaxpar.errors import UserError
 
     try:
@@ -63,7 +63,7 @@ def main() -> int:
         )
         prepare(options)
     except UserError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
+        print(f"prepare_data: {in_flags(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("prepare_data: interrupted; start again to go on", file=sys.stderr)

@@ -351,10 +351,13 @@ def test_mistakes_end_with_one_message(tmp_path):
     for arguments, message in [
         (
             [tmp_path / "a.jsonl", f"--output={tmp_path}/o", "--processes=2"],
-            f"{tmp_path}/a.jsonl, line 2: no key 'text'",
+            f"{tmp_path}/a.jsonl, line 2: no key 'text'; the row has ['texd'] (set --text-key)",
         ),
         ([tmp_path / "nothing", f"--output={tmp_path}/o"], "matches no file"),
-        ([tmp_path / "a.jsonl", f"--output={tmp_path}/o", "--tokenizer=none.json"], "none.json does not exist"),
+        (
+            [tmp_path / "a.jsonl", f"--output={tmp_path}/o", "--tokenizer=none.json"],
+            "prepare_data: --tokenizer: none.json does not exist",
+        ),
         ([tmp_path / "a.jsonl"], "want INPUT and --output"),
     ]:
         done = run(*arguments)
@@ -421,6 +424,24 @@ def test_two_runs_with_one_output(tmp_path):
     assert all(one.returncode == 0 or "is in use by" in error for one, error in zip(runs, errors))
     assert verify_store(output) == []
     assert [path.name for path in output.parent.iterdir()] == ["set"]
+
+
+def test_messages_name_the_flags_of_the_script(tmp_path):
+    save_word_tokenizer(tmp_path / "tokenizer.json", ["a"])
+    messages = [
+        (Recipe(str(tmp_path)), "--add-eos: ", "set --eos-token to its text or --no-add-eos"),
+        (Recipe(str(tmp_path), add_bos=True), "--add-bos: ", "set --bos-token to its text or --no-add-bos"),
+        (Recipe(str(tmp_path), eos_token="b"), "--eos-token: 'b' is not in the vocabulary", ""),
+        (Recipe(eos_token="b"), "--bos-token and --eos-token mean nothing", ""),
+    ]
+    for recipe, begin, end in messages:
+        with pytest.raises(UserError) as error:
+            recipe.encoder()
+        message = prepare.in_flags(str(error.value))
+        assert message.startswith(begin)
+        assert end in message
+    kept = "/x/data.tokenizer: is empty; data.tokenizer/y.json, my-data.text_key, data.text_key.jsonl, data.files"
+    assert prepare.in_flags(kept) == kept
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import sys
 import time
@@ -25,6 +26,8 @@ from jaxpar.runtime import lock
 
 REFRESH_S = 0.2
 LINE_INTERVAL_S = 10.0
+# Not inside a path, which may be named like one.
+_SETTING = re.compile(r"(?<![\w./-])data\.(text_key|tokenizer|bos_token|eos_token|add_bos|add_eos)(=false)?(?![\w./-])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +126,11 @@ def verify(folder: Path) -> None:
     if wrong:
         raise UserError(f"damaged or missing: {', '.join(wrong)} (the checksum is not the manifest's)")
     _say(f"{folder}: all checksums are right; {_describe(open_manifest(folder))}")
+
+
+def in_flags(message: str) -> str:
+    """A message that names settings of a config, with the flags of the script that stand for them."""
+    return _SETTING.sub(lambda found: f"--{'no-' if found[2] else ''}{found[1].replace('_', '-')}", message)
 
 
 def _inputs(options: PrepareOptions, tokenizer_sha256: str) -> Inputs:
