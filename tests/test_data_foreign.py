@@ -161,6 +161,9 @@ def test_headerless_files(tmp_path):
         open_config(tmp_path, (str(path),), source="raw")
     with pytest.raises(UserError, match=r"16-bit ids, but model.vocab_size is 70000"):
         open_config(tmp_path, (str(path),), vocab=70_000, **kind)
+    for width, end, most in (("uint16", 65_536, 65_535), ("uint16", -1, 65_535), ("uint32", 1 << 32, (1 << 32) - 1)):
+        with pytest.raises(UserError, match=rf"data.raw_document_end: {end}, which no {width} id .* want 0 to {most}"):
+            open_config(tmp_path, (str(path),), source="raw", raw_dtype=width, raw_document_end=end)
     path.write_bytes(b"")
     with pytest.raises(UserError, match=r"train.bin: is empty"):
         open_config(tmp_path, (str(path),), **kind)

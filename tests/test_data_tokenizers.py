@@ -84,6 +84,19 @@ def test_special_tokens_come_from_the_config_the_files_beside_or_usual_names(tmp
         load_tokenizer(str(path), eos_token="Z")
 
 
+def test_a_special_token_that_is_named_but_not_there_is_never_replaced(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    save_word_tokenizer(path, ["a", "<s>", "</s>"])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    with pytest.raises(UserError, match=r"tokenizer.json: has no token '<\|im_end\|>', which .*tokenizer_config.json"):
+        load_tokenizer(str(path))
+    assert load_tokenizer(str(path), eos_token="</s>").eos_id == 2
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<start>"}')
+    assert (load_tokenizer(str(path)).bos_id, load_tokenizer(str(path)).eos_id) == (None, 2)
+    with pytest.raises(UserError, match=r"names no start token"):
+        Recipe(str(path), add_bos=True).encoder()
+
+
 def test_a_missing_special_token_is_an_error_only_when_asked_for(tmp_path):
     path = tmp_path / "tokenizer.json"
     save_word_tokenizer(path, ["a"])

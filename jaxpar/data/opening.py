@@ -10,6 +10,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from jaxpar.config import Config, DataConfig
 from jaxpar.data import mixture, readers
 from jaxpar.data.cache import cached
@@ -205,6 +207,9 @@ def _check_settings(settings: DataConfig) -> None:
         problems.append(f'data.phases: set, but data.source is "{settings.source}"; use data.source=mixture')
     if settings.source == "raw" and settings.raw_dtype is None:
         problems.append('data.raw_dtype: unset; a headerless file needs "uint16" or "uint32"')
+    end, width = settings.raw_document_end, settings.raw_dtype
+    if end is not None and width is not None and not 0 <= end <= np.iinfo(width).max:
+        problems.append(f"data.raw_document_end: {end}, which no {width} id can be; want 0 to {np.iinfo(width).max}")
     if settings.source == "mixture":
         problems += mixture.problems(settings)
     raise_together(problems)

@@ -298,13 +298,24 @@ def read_settings(path: Path) -> dict[str, Any]:
 def find_token(
     vocabulary: dict[str, int], asked: str | None, told: str | None, usual: Sequence[str], path: Path, key: str
 ) -> int | None:
-    """Id of a special token: the one asked for, else the one told beside the file, else a usual name."""
+    """Id of a special token: the one asked for, else the one told beside the file, else a usual name.
+
+    An end token that is told but not there is refused, since another one in its place would train another end; a start
+    token is then none, as many tokenizers name one that nothing uses.
+    """
     if asked is not None:
         if asked not in vocabulary:
             raise UserError(f"data.{key}: {asked!r} is not in the vocabulary of {path}")
         return vocabulary[asked]
     if told is not None and told in vocabulary:
         return vocabulary[told]
+    if told is not None and key == "eos_token":
+        raise UserError(
+            f"{path}: has no token {told!r}, which a file beside it ({' or '.join(SETTINGS_FILES)}) names as its"
+            f" {key}; mend that file, or set data.{key} to a token of the vocabulary"
+        )
+    if told is not None and key == "bos_token":
+        return None
     return next((vocabulary[name] for name in usual if name in vocabulary), None)
 
 
