@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -103,6 +106,26 @@ def test_run_and_resume_are_bit_identical(config, tmp_path):
     assert "config.json is damaged" in finished.stdout
     assert (whole / "config.json").read_text() == settings
     assert rows_of(whole / "metrics.jsonl") == rows
+
+
+def test_step_and_evaluation_compile_once_a_run(config, tmp_path, caplog, monkeypatch):
+    """Three evaluations, a save in between, batches of uneven fill: nothing is compiled after the first of each."""
+    from jaxpar import config_file, trainer
+
+    monkeypatch.setattr(trainer, "_use_compile_cache", lambda config, workdir: None)  # jax keeps it for other tests
+    settings = config_file.load(
+        str(config),
+        ["steps=6", "eval_interval=2", "eval_steps=none", "accumulation=1", "parallel.data=4", "model.num_layers=1",
+         "checkpoint.interval=4"],
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING, "jax"), jax.log_compiles():
+        result = trainer.train(settings, tmp_path / "run")
+    assert [row["step"] for row in result.outcome.history if "eval_loss" in row] == [2, 4, 6]
+    found = [re.match(r"Finished XLA compilation of (?:jit\()?(\w+)", record.getMessage()) for record in caplog.records]
+    names = [match[1] for match in found if match]
+    # After the step come the first state and the evaluation, and then no program at all.
+    assert [name for name in names if name in ("run", "init_state")] == ["run", "init_state", "run"]
+    assert names[-1] == "run"
 
 
 MISTAKES = {
