@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from typing import Any
 
@@ -49,15 +50,34 @@ def meshes() -> list[dict[str, Any]]:
     return found
 
 
-def cases() -> list[tuple[str, dict[str, Any], int, bool]]:
-    """(family, mesh, accumulation, tied): accumulation and tying rotate over the meshes."""
+Case = tuple[str, dict[str, Any], int, bool]  # family, mesh, accumulation, tied
+
+
+def choices() -> list[list[Case]]:
+    """For every mesh and family, each accumulation that fits and tying on or off."""
     found = []
-    for number, mesh in enumerate(meshes()):
-        rows_per_shard = 8 // (mesh["replica"] * mesh["data"])
-        options = [n for n in (1, 2, 4) if n <= rows_per_shard]
-        for shift, family in enumerate(FAMILIES):
-            found.append((family, mesh, options[(number + number // 7) % len(options)], bool((number + shift) % 2)))
+    for mesh, family in itertools.product(meshes(), FAMILIES):
+        fitting = [n for n in (1, 2, 4) if n <= 8 // (mesh["replica"] * mesh["data"])]
+        found.append([(family, mesh, n, tied) for n, tied in itertools.product(fitting, (False, True))])
     return found
+
+
+def cases() -> list[Case]:
+    """One of the choices for every mesh and family: the one whose pairs of settings were met least so far."""
+    seen: collections.Counter[Any] = collections.Counter()
+    found = []
+    for options in choices():
+        case = min(options, key=lambda option: sum(seen[pair] for pair in pairs(option)))
+        seen.update(pairs(case))
+        found.append(case)
+    return found
+
+
+def pairs(case: Case) -> set[tuple[Any, ...]]:
+    """Every two settings of a case."""
+    family, mesh, accumulation, tied = case
+    settings = {"family": family, "accumulation": accumulation, "tied": tied} | mesh
+    return set(itertools.combinations(sorted(settings.items()), 2))
 
 
 class References:
@@ -99,4 +119,4 @@ def assert_same(config: Config, references: References) -> None:
     assert not bad
 
 
-__all__ = ["FAMILIES", "LossConfig", "References", "assert_same", "cases", "meshes", "tiny"]
+__all__ = ["FAMILIES", "LossConfig", "References", "assert_same", "cases", "choices", "meshes", "pairs", "tiny"]
