@@ -7,6 +7,7 @@ stays inside a host, `stage` outermost because pipelines talk least.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,7 @@ def _choose_simulated(count: int) -> bool:
         raise UserError(f"devices = {count}; simulate at least 1")
     os.environ["JAX_PLATFORMS"] = "cpu"
     # XLA sizes its thread pool from NPROC; with fewer threads than devices a collective can wait for ever (jax 0.10).
-    threads = max(os.cpu_count() or 1, 2 * count, int(os.environ.get("NPROC", 0) or 0))
+    threads = max(os.cpu_count() or 1, 2 * count, _int_variable("NPROC") or 0)
     os.environ["NPROC"] = str(threads)
     import jax
 
@@ -112,6 +113,10 @@ def _backend_is_up() -> bool:
     return bool(xla_bridge._backends)
 
 
+# Who takes part in a run: address of process 0, number of processes, this one's number.
+VARIABLES = ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")
+
+
 @dataclasses.dataclass(frozen=True)
 class Processes:
     """Where this process stands among those of the run."""
@@ -124,24 +129,39 @@ class Processes:
 def find_processes(
     coordinator: str | None = None, count: int | None = None, rank: int | None = None
 ) -> Processes | None:
-    """Who takes part: from the arguments, else JAXPAR_* variables, else None (alone, or a cluster that jax detects).
+    """Who takes part: from the flags, else JAXPAR_* variables, else None (alone, or a cluster that jax detects).
 
-    Raises `UserError` when only some of coordinator, count and rank are known.
+    Raises `UserError` when only some of coordinator, count and rank are known; a count of 1 needs no others.
     """
-    coordinator = coordinator or os.environ.get("JAXPAR_COORDINATOR")
-    count = _int_variable("JAXPAR_NUM_PROCESSES") if count is None else count
-    rank = _int_variable("JAXPAR_PROCESS_ID") if rank is None else rank
+    names = ("--coordinator", "--num-processes", "--process-id")
+    if coordinator is None and count is None and rank is None:
+        names = VARIABLES
+        _check_spelling()
+        coordinator = os.environ.get(names[0]) or None
+        count, rank = _int_variable(names[1]), _int_variable(names[2])
     if count == 1 and coordinator is None:
         return Processes(None, 1, 0)
-    given = {"JAXPAR_COORDINATOR": coordinator, "JAXPAR_NUM_PROCESSES": count, "JAXPAR_PROCESS_ID": rank}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == len(given):
+    missing = [name for name, value in zip(names, (coordinator, count, rank)) if value is None]
+    if len(missing) == len(names):
         return None
     if coordinator is None or count is None or rank is None:
-        raise UserError(f"a run of many processes needs all of {', '.join(given)}; missing: {', '.join(missing)}")
+        raise UserError(f"a run of many processes needs all of {', '.join(names)}; missing: {', '.join(missing)}")
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"{names[0]} = {coordinator!r}: wanted the address of process 0, such as node1:12345")
+    if count < 1:
+        raise UserError(f"{names[1]} = {count}: wanted the number of processes, at least 1")
     if not 0 <= rank < count:
-        raise UserError(f"JAXPAR_PROCESS_ID = {rank} is not in 0..{count - 1} (JAXPAR_NUM_PROCESSES = {count})")
+        raise UserError(f"{names[2]} = {rank} is not in 0..{count - 1} ({names[1]} = {count})")
     return Processes(coordinator, count, rank)
+
+
+def _check_spelling() -> None:
+    """Raise for a variable that is nearly one of ours: ignored, every process would train a copy of its own."""
+    for name in sorted(os.environ):
+        close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
+        if close and name not in VARIABLES:
+            raise UserError(f"the variable {name} is set, but jaxpar reads none of that name; did you mean {close[0]}?")
 
 
 def join_processes(
@@ -177,19 +197,60 @@ def join_processes(
     return jax.process_count() > 1
 
 
-def _cluster_launcher() -> str | None:
-    """The launcher that started this process as one of several, or None.
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """A program that starts processes: its names, the variable with their number, what jax needs to join them."""
 
-    Variables alone do not decide: a shell inside a Slurm allocation has them too, and a lone process must not wait
-    for a cluster. So a launcher must also be among the process's ancestors.
+    name: str
+    programs: tuple[str, ...]
+    count: str
+    needs: tuple[str, ...]
+
+
+LAUNCHERS = (
+    Launcher(
+        "Slurm", ("slurmstepd",), "SLURM_STEP_NUM_TASKS",
+        ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    ),
+    Launcher(
+        "Open MPI", ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"), "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_MCA_orte_hnp_uri",),  # which Open MPI 5 does not set
+    ),
+)  # fmt: skip
+
+
+def _cluster_launcher() -> str | None:
+    """The launcher that started this process as one of several, or None; raises if jax cannot join them.
+
+    Slurm's variables alone do not decide: a shell inside an allocation has them too, and a lone process must not wait
+    for a cluster. So the launcher must also be among the process's ancestors.
     """
-    tasks = {"slurmstepd": "SLURM_STEP_NUM_TASKS", "orted": "OMPI_COMM_WORLD_SIZE", "mpirun": "OMPI_COMM_WORLD_SIZE",
-             "mpiexec": "OMPI_COMM_WORLD_SIZE", "prted": "OMPI_COMM_WORLD_SIZE"}  # fmt: skip
-    for name in _ancestor_names():
-        variable = tasks.get(name)
-        if variable and (_int_variable(variable) or 1) > 1:
-            return name
+    ancestors = _ancestor_names()
+    for program in ancestors:
+        for launcher in LAUNCHERS:
+            count = _int_variable(launcher.count) or 1 if program in launcher.programs else 1
+            if count > 1:
+                return _joinable(launcher, count)
+    slurm, open_mpi = LAUNCHERS
+    if (count := _int_variable(open_mpi.count) or 1) > 1:  # only its ranks have this variable
+        raise _not_joinable(open_mpi, count, "mpirun is not among the ancestors of this process")
+    if (count := _int_variable(slurm.count) or 1) > 1:
+        log.warning("%s = %d, but srun did not start this process: it trains alone", slurm.count, count)
     return None
+
+
+def _joinable(launcher: Launcher, count: int) -> str:
+    if missing := [name for name in launcher.needs if name not in os.environ]:
+        raise _not_joinable(launcher, count, f"jax finds the others by {', '.join(missing)}, not set here")
+    return launcher.name
+
+
+def _not_joinable(launcher: Launcher, count: int, why: str) -> UserError:
+    return UserError(
+        f"{launcher.count} = {count}: {launcher.name} started {count} processes, but they cannot find each other: "
+        f"{why}. Say who takes part with {', '.join(VARIABLES)}, or with train.py's --coordinator=HOST:PORT "
+        f"--num-processes={count} --process-id=I; for one process alone, --num-processes=1"
+    )
 
 
 def _ancestor_names() -> list[str]:

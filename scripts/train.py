@@ -22,6 +22,9 @@ def main(argv: list[str]) -> int:
         help="auto: the planner chooses, in place of the config",
     )
     parser.add_argument("--gpu", help="with --layout=auto: the kind of GPU to plan for, if not that of the devices")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of many processes: the address of process 0")
+    parser.add_argument("--num-processes", type=int, metavar="N", help="how many processes take part")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which of them this one is, from 0")
     args = parser.parse(argv)
     if args.gpu is not None and not automatic:
         raise UserError(f"--gpu={args.gpu} is what --layout=auto plans for; training runs on the devices there are")
@@ -29,11 +32,10 @@ def main(argv: list[str]) -> int:
         raise UserError("--workdir=DIR is missing: the folder that metrics and checkpoints go to")
     from jaxpar.mesh import find_processes, join_processes, simulate_devices
 
-    processes = find_processes()
-    if args.devices is not None and processes is None:
-        simulate_devices(args.devices)
-    else:
-        join_processes(processes, heartbeat_s=args.config.runtime.heartbeat_s, local_devices=args.devices)
+    processes = find_processes(args.coordinator, args.num_processes, args.process_id)
+    heartbeat_s = args.config.runtime.heartbeat_s
+    if not join_processes(processes, heartbeat_s=heartbeat_s, local_devices=args.devices) and args.devices is not None:
+        simulate_devices(args.devices)  # which sees to it that there are so many
     config = args.config
     if automatic:
         import jax
