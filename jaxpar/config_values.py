@@ -23,6 +23,7 @@ TRUE_WORDS = ("true", "1", "on", "yes")
 FALSE_WORDS = ("false", "0", "off", "no")
 NONE_WORDS = ("none", "null")
 LARGEST_INT = 2**63 - 1
+A_FLOAT = "a float (such as 0.1 or 1e-4)"
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -117,11 +118,11 @@ def _int(value: Any) -> int:
 
 def _float(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, str | numbers.Real):
-        raise _wrong(value, "a float")
+        raise _wrong(value, A_FLOAT)
     try:
         number = float(value)
     except (ValueError, OverflowError):
-        raise _wrong(value, "a float") from None
+        raise _wrong(value, A_FLOAT) from None
     if not math.isfinite(number):
         raise _wrong(value, "a finite float")
     return number

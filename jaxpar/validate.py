@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxpar.config import Config, ParallelConfig
+from jaxpar.config import Config, ModelConfig, ParallelConfig
 from jaxpar.context_plan import choose
 from jaxpar.errors import UserError, raise_together
 from jaxpar.models import families
@@ -35,7 +35,7 @@ AT_LEAST = {
         model.latent.query_rank model.latent.rope_dim model.latent.value_dim
         checkpoint.interval checkpoint.keep checkpoint.keep_every checkpoint.keep_best checkpoint.max_failed_saves
         runtime.heartbeat_s""",
-    0: """seed model.dropout model.moe.num_experts model.moe.num_shared model.moe.first_dense model.moe.balance_loss
+    0: """model.dropout model.moe.num_experts model.moe.num_shared model.moe.first_dense model.moe.balance_loss
         model.moe.router_z_loss model.moe.bias_update_rate model.latent.kv_rank optimizer.learning_rate
         optimizer.warmup_steps optimizer.decay_steps optimizer.final_fraction optimizer.weight_decay optimizer.b1
         optimizer.b2 optimizer.momentum optimizer.eps loss.z_loss loss.label_smoothing data.eval_fraction lora.rank""",
@@ -45,6 +45,7 @@ MORE_THAN_ZERO = """model.norm_eps model.rope.base model.rope.local_base model.r
     model.rope.beta_slow model.attention_soft_cap model.logit_soft_cap model.query_scale model.embed_scale
     model.init_std model.swiglu_alpha model.swiglu_limit model.latent.norm_eps model.moe.weight_scale
     model.moe.capacity_factor optimizer.clip_norm runtime.step_timeout_s metrics.peak_tflops lora.alpha"""
+LARGEST_SEED = 2**32 - 1  # jax takes the lower 32 bits of larger ones
 LESS_THAN_ONE = "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum loss.label_smoothing data.eval_fraction"
 AT_MOST_ONE = "model.rope.fraction optimizer.final_fraction"
 
@@ -148,17 +149,24 @@ def _fitting(fixed: dict[str, int], free: list[str], num_devices: int) -> str:
 # --- sizes that divide -----------------------------------------------------------------------------------------------
 
 
-def _near(value: int, multiple: int) -> str:
-    """The multiples on both sides of a value, as "8 or 12"."""
-    below = value // multiple * multiple
-    return f"{below} or {below + multiple}" if below else f"{multiple}"
+Works = Callable[[int], bool]
 
 
-def _indivisible(key: str, value: int, divisor: int, why: str, axis: str | None = None) -> Iterator[str]:
+def _near(value: int, multiple: int, works: Works | None = None) -> str:
+    """The next multiples on both sides of a value that work, as "8 or 12"; if none does, the next multiples."""
+    first = value // multiple * multiple
+    below, above = range(first, 0, -multiple), range(first + multiple, first + 1024 * multiple, multiple)
+    found = [next((n for n in side if works is None or works(n)), None) for side in (below, above)]
+    return " or ".join(str(n) for n in found if n) or _near(value, multiple)
+
+
+def _indivisible(
+    key: str, value: int, divisor: int, why: str, axis: str | None = None, works: Works | None = None
+) -> Iterator[str]:
     """A problem if the value does not divide; `axis` is the degree that could be lowered instead."""
     if value % divisor:
         instead = f", or parallel.{axis} = {math.gcd(value, divisor)}" if axis else ""
-        yield f"{key} = {value} is not divisible by {why}; use {_near(value, divisor)}{instead}"
+        yield f"{key} = {value} is not divisible by {why}; use {_near(value, divisor, works)}{instead}"
 
 
 def _product(factors: dict[str, int]) -> str:
@@ -198,17 +206,30 @@ def _sequence(config: Config, sizes: Sizes) -> Iterator[str]:
 
 
 def _width(config: Config, sizes: Sizes) -> Iterator[str]:
-    tensor = sizes["tensor"] or 1
-    for key in ("embed_dim", "mlp_dim"):
-        yield from _indivisible(
-            f"model.{key}", getattr(config.model, key), tensor, f"parallel.tensor = {tensor}", "tensor"
-        )
+    model, tensor = config.model, sizes["tensor"] or 1
+    why, works = f"parallel.tensor = {tensor}", lambda width: _splits_into_heads(model, width, model.num_heads)
+    yield from _indivisible("model.embed_dim", model.embed_dim, tensor, why, "tensor", works)
+    yield from _indivisible("model.mlp_dim", model.mlp_dim, tensor, why, "tensor")
+
+
+def _splits_into_heads(model: ModelConfig, width: int, heads: int) -> bool:
+    """Whether heads of an even share of the width, where that is their size, are whole and can be rotated."""
+    if model.head_dim is not None or width % heads:
+        return model.head_dim is not None
+    return model.positions != "rope" or bool(model.latent.kv_rank) or _rotates(width // heads, model.rope.fraction)
+
+
+def _rotates(width: int, fraction: float) -> bool:
+    """Whether rotary positions find pairs, at least one, in that fraction of a head."""
+    return (rotated := int(width * fraction)) >= 2 and rotated % 2 == 0
 
 
 def _attention(config: Config, sizes: Sizes) -> Iterator[str]:
     model, tensor = config.model, sizes["tensor"] or 1
     heads, kv_heads = model.num_heads, model.kv_heads
-    yield from _indivisible("model.num_heads", heads, tensor, f"parallel.tensor = {tensor}", "tensor")
+    grouped = kv_heads if kv_heads != heads else 1  # equal numbers of both are changed together
+    works = lambda n: n % grouped == 0 and _splits_into_heads(model, model.embed_dim, n)  # noqa: E731
+    yield from _indivisible("model.num_heads", heads, tensor, f"parallel.tensor = {tensor}", "tensor", works)
     if heads % kv_heads:
         divisors = [count for count in range(1, heads + 1) if heads % count == 0]
         nearest = min(divisors, key=lambda count: abs(count - kv_heads))
@@ -219,7 +240,7 @@ def _attention(config: Config, sizes: Sizes) -> Iterator[str]:
             f"heads are split or copied evenly; use parallel.tensor = {math.gcd(kv_heads, tensor)}"
         )
     if model.head_dim is None and model.embed_dim % heads:
-        near = _near(model.embed_dim, heads)
+        near = _near(model.embed_dim, heads, lambda n: n % tensor == 0 and _splits_into_heads(model, n, heads))
         yield (
             f"model.embed_dim = {model.embed_dim} is not divisible by model.num_heads = {heads}; use {near}, "
             "or set model.head_dim"
@@ -230,11 +251,9 @@ def _attention(config: Config, sizes: Sizes) -> Iterator[str]:
             key, width = "latent.rope_dim", model.latent.rope_dim
         fraction = model.rope.fraction
         rotated = int(width * fraction)
-        if rotated < 2 or rotated % 2:
-            least = max(rotated, 2)
-            fitting = (even for even in range(2, 1025, 2) if (part := int(even * fraction)) >= least and part % 2 == 0)
-            works = next(fitting, None)
-            use = f"model.{key} = {works}" if works else "a larger model.rope.fraction"
+        if not _rotates(width, fraction):
+            even = next((n for n in range(2, 1025, 2) if _rotates(n, fraction) and int(n * fraction) >= rotated), None)
+            use = f"model.{key} = {even}" if even else "a larger model.rope.fraction"
             yield (
                 f"model.{key} = {width} with model.rope.fraction = {fraction} rotates {rotated} values, but they "
                 f"come in pairs, at least one; use {use}"
@@ -390,6 +409,7 @@ def _limits() -> tuple[Limit, ...]:
         for low in AT_LEAST
         for key in AT_LEAST[low].split()
     ]
+    limits.append(("seed", lambda value: 0 <= value <= LARGEST_SEED, f"0 to {LARGEST_SEED}"))
     limits += [(key, lambda value: value > 0, "more than 0") for key in MORE_THAN_ZERO.split()]
     limits += [(key, lambda value: value < 1, "less than 1") for key in LESS_THAN_ONE.split()]
     limits += [(key, lambda value: value <= 1, "at most 1") for key in AT_MOST_ONE.split()]

@@ -264,3 +264,9 @@ def test_apply_changes_a_loaded_config_but_not_its_family():
     assert changed.model == config.model
     with pytest.raises(UserError, match=r"model.family: cannot change gpt2 to llama"):
         config_file.apply(config, {"model.family": "llama"})
+
+
+def test_a_number_with_a_typo_is_answered_with_one_that_works():
+    with pytest.raises(UserError, match=r"got '1e-4x', wanted a float \(such as 0\.1 or 1e-4\)$"):
+        config_file.from_dict({}, ["optimizer.learning_rate=1e-4x"])
+    assert config_file.from_dict({}, ["optimizer.learning_rate=1e-4"]).optimizer.learning_rate == 1e-4

@@ -105,7 +105,25 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         {"parallel.tensor": 1},
     ),
     ({"model.num_kv_heads": 3}, ["model.num_kv_heads = 3", "model.num_heads = 8", "use 2"], {"model.num_kv_heads": 2}),
-    ({"model.embed_dim": 60}, ["model.embed_dim = 60", "num_heads = 8", "56 or 64"], {"model.embed_dim": 64}),
+    ({"model.embed_dim": 60}, ["model.embed_dim = 60", "num_heads = 8", "48 or 64"], {"model.embed_dim": 64}),
+    ({"model.embed_dim": 60}, ["48 or 64"], {"model.embed_dim": 48}),  # 56 has heads of 7, which are not rotated
+    (
+        {"model.embed_dim": 130, "model.num_heads": 4, "model.num_kv_heads": 4, "parallel.tensor": 4},
+        ["parallel.tensor = 4; use 128 or 136", "model.num_heads = 4; use 128 or 136"],
+        {"model.embed_dim": 136},
+    ),
+    (
+        {"model.embed_dim": 128, "model.num_heads": 5, "model.num_kv_heads": 5, "parallel.tensor": 2},
+        ["model.num_heads = 5", "use 4 or 8", "model.embed_dim = 128 is not divisible", "use 120 or 130"],
+        {"model.num_heads": 8, "model.num_kv_heads": 8},
+    ),
+    (
+        {"model.embed_dim": 96, "model.num_heads": 9, "model.num_kv_heads": 3},
+        ["use 90 or 108"],
+        {"model.embed_dim": 108},
+    ),
+    ({"seed": 2**32}, ["seed = 4294967296: wanted 0 to 4294967295"], {"seed": 2**32 - 1}),
+    ({"seed": -1}, ["seed = -1: wanted 0 to 4294967295"], {"seed": 0}),
     ({"model.head_dim": 7}, ["model.head_dim = 7", "pairs", "use model.head_dim = 8"], {"model.head_dim": 8}),
     (
         {"model.head_dim": 12, "model.rope.fraction": 0.25},
