@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
                 vocab_size=50_257,
                 vocab_multiple=280,  # stage x tensor
                 max_position=2048,
+                init_std=0.004,  # sqrt(1 / (3 embed_dim)), arXiv:2201.11990
             ),
             parallel=dict(stage=35, tensor=8, zero=1, sequence_parallel=True),
             pipeline=dict(microbatches=240),

@@ -17,6 +17,7 @@ from jaxpar.errors import UserError
 from jaxpar.layout_check import random_batch
 from jaxpar.models import rope
 from jaxpar.models.attention import Mask, attend
+from jaxpar.tree import named_leaves
 
 SETTINGS = {
     "plain": {},
@@ -163,3 +164,23 @@ def test_compute_dtype_is_bfloat16_and_state_is_float32():
     params = built.init(jax.random.key(0)).params
     stream, _ = jax.eval_shape(lambda batch: params.hidden(batch), random_batch(built.config))
     assert stream.dtype == jnp.bfloat16
+
+
+def test_gpt2_starts_as_published():
+    """Weights of std 0.02, projections into the residual stream 0.02 / sqrt(2 layers), biases 0, norms 1."""
+    config = tiny("gpt2", model={"num_layers": 4, "embed_dim": 128, "mlp_dim": 256, "tied": True})
+    found = named_leaves(build(config, jax.devices()[:1]).init(jax.random.key(0)).params)
+    scaled = 0.02 / np.sqrt(2 * 4)
+    wanted = {"attention/q": 0.02, "attention/k": 0.02, "attention/v": 0.02, "attention/out": scaled,
+              "mlp/up": 0.02, "mlp/down": scaled}  # fmt: skip
+    for name, std in wanted.items():
+        for layer in np.asarray(found[f"blocks/{name}"]):
+            assert layer.std() == pytest.approx(std, rel=0.04), name
+            assert abs(layer.mean()) < 0.05 * std, name
+    assert np.asarray(found["embedding"])[:97].std() == pytest.approx(0.02, rel=0.03)
+    assert np.asarray(found["positions"]).std() == pytest.approx(0.01, rel=0.03)
+    for name, leaf in found.items():
+        if name.endswith("bias"):
+            assert not np.asarray(leaf).any(), name
+        elif name.endswith("scale"):
+            assert (np.asarray(leaf) == 1).all(), name

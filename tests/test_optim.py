@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from layouts import tiny
 
@@ -16,10 +18,10 @@ from jaxpar import sharding
 from jaxpar.build import build
 from jaxpar.config import OptimizerConfig
 from jaxpar.contract import ContractError, check_gradients, check_step
-from jaxpar.layout_check import put, random_batch
+from jaxpar.layout_check import put, random_batch, relative_error
 from jaxpar.names import is_matrix
 from jaxpar.optim import decay_counts, make_optimizer, make_schedule
-from jaxpar.tree import named_leaves
+from jaxpar.tree import from_named, named_leaves
 
 MATRICES = {"embedding", "head", "positions", "q", "k", "v", "out", "gate", "up", "down"}
 
@@ -152,3 +154,45 @@ def test_a_split_that_is_lost_in_the_mapping_itself_is_named(monkeypatch):
     built = build(tiny(parallel={"data": 4, "tensor": 2, "zero": 3}, optimizer=OptimizerConfig()))
     with pytest.raises(ContractError, match="params/blocks/mlp/up"):
         check_step(built, as_told(built))
+
+
+WIDE = {"embed_dim": 128, "mlp_dim": 128, "vocab_multiple": 128, "num_layers": 1}  # Adafactor factors from 128 on
+
+
+def changes_of_two_updates(built):
+    """By how much two updates from fixed gradients move every parameter."""
+    rng = np.random.default_rng(0)
+    start = built.init(jax.random.key(0))
+    before = {name: np.asarray(leaf) for name, leaf in named_leaves(start.params).items()}
+    shares = [{name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in before.items()} for _ in range(2)]
+    place = lambda grads: built.layout.place(grads, built.placements, lambda placed: placed.optimizer)  # noqa: E731
+
+    @functools.partial(jax.jit, out_shardings=(built.shardings.params, built.shardings.opt_state))
+    def update(params, opt_state, grads):
+        updates, opt_state = built.optimizer.update(place(grads), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = start.params, start.opt_state
+    for share in shares:
+        params, opt_state = update(params, opt_state, from_named(params, share))
+    factored = any("/v_row/" in name and leaf.size > 1 for name, leaf in named_leaves(opt_state).items())
+    return {name: np.asarray(leaf) - before[name] for name, leaf in named_leaves(params).items()}, factored
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [
+        pytest.param(name, zero, marks=() if zero == 3 and name in ("adafactor", "muon") else pytest.mark.sweep)
+        for name in ("adamw", "adafactor", "lion", "sgd", "muon")
+        for zero in (0, 3)
+    ],
+)
+def test_a_mesh_updates_as_one_device_does(name, zero):
+    optimizer = OptimizerConfig(name=name, learning_rate=1e-2, schedule="constant", momentum=0.9)
+    one = build(tiny(optimizer=optimizer, model=WIDE), jax.devices()[:1])
+    many = build(tiny(parallel={"data": 4, "tensor": 2, "zero": zero}, optimizer=optimizer, model=WIDE))
+    wanted, factored = changes_of_two_updates(one)
+    found, _ = changes_of_two_updates(many)
+    assert factored == (name == "adafactor")
+    assert not {leaf: error for leaf in wanted if (error := relative_error(found[leaf], wanted[leaf])) > 1e-4}
+    assert all(change.any() for change in wanted.values())
