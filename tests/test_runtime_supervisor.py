@@ -204,6 +204,22 @@ def test_variables_of_a_process(monkeypatch):
     assert "JAX_NUM_CPU_DEVICES" not in supervisor.environment(Gang(["x"], 4), 3, 1234)
 
 
+def test_signals_without_a_name_have_a_number():
+    assert [supervisor.describe(code) for code in (-9, -40, -200, 3)] == [
+        "SIGKILL",
+        "signal 40",
+        "signal 200",
+        "exit code 3",
+    ]
+
+
+def test_only_folders_with_plain_numbers_are_steps(tmp_path):
+    for name in ("20", "²", "٣", "30.partial", "-1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "100").touch()
+    assert supervisor.newest_step(tmp_path) == 20
+
+
 def test_a_mistake_outweighs_its_victims():
     assert supervisor.decisive(0, [75, -9, 1]) == (2, 1)
     assert supervisor.decisive(1, [75, -9, None]) == (1, -9)

@@ -138,8 +138,9 @@ class Supervisor:
             if _NOISE.search(line):
                 continue
             self._tails[rank].append(line)
-            target.write(f"{prefix}{line}\n")
-            target.flush()
+            with contextlib.suppress(OSError):  # a log on a full disk: go on reading, or the process would wait
+                target.write(f"{prefix}{line}\n")
+                target.flush()
 
     def _kill_all(self) -> None:
         """End what is left of every process group, and collect it."""
@@ -195,7 +196,8 @@ def worth_a_restart(code: int) -> bool:
 def describe(code: int) -> str:
     """An exit code of a child in words."""
     if code < 0:
-        return signal.Signals(-code).name
+        known = -code in list(signal.Signals)  # real-time signals have numbers only
+        return signal.Signals(-code).name if known else f"signal {-code}"
     return f"exit code {code}"
 
 
@@ -237,7 +239,8 @@ def newest_step(checkpoints: Path | None) -> int:
     """Newest finished step, or -1."""
     if checkpoints is None or not checkpoints.is_dir():
         return -1
-    return max((int(entry.name) for entry in checkpoints.iterdir() if entry.name.isdigit()), default=-1)
+    names = [entry.name for entry in checkpoints.iterdir() if entry.is_dir()]
+    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=-1)
 
 
 def _die_with_parent() -> None:
@@ -247,4 +250,5 @@ def _die_with_parent() -> None:
 
 
 def _to_stderr(line: str) -> None:
-    print(f"launch: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"launch: {line}", file=sys.stderr, flush=True)
