@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from jaxpar import config_file, validate
 from jaxpar.config import Config
 from jaxpar.config_values import describe
 from jaxpar.errors import UserError, collect, raise_together
+from jaxpar.lines import FULL_DISK
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -110,7 +112,7 @@ def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run `main(argv)` and exit: 2 with one message for a user's mistake, 130 for Ctrl-C, else what main returns."""
     try:
         code = main(sys.argv[1:]) or 0
-        sys.stdout.flush()
+        _flush()
     except UserError as error:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
@@ -120,8 +122,18 @@ def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
     sys.exit(code)
 
 
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        # What a full disk keeps of the log does not turn a finished run into a failed one; nor does Python at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number of at least 1")
     return int(text)
 

@@ -114,7 +114,7 @@ def open_weights(path: str | Path, step: int | None = None) -> Weights:
         raise UserError(f"{path}: no such folder; give a Hugging Face checkpoint, or the workdir of a run")
     if files.is_checkpoint(path):
         return Weights(path, read_model(path))
-    if path.parent.name == CHECKPOINTS and path.name.isdigit():
+    if path.parent.name == CHECKPOINTS and path.name.isascii() and path.name.isdigit():
         path, step = path.parent.parent, int(path.name)
     elif path.name == CHECKPOINTS:
         path = path.parent

@@ -211,6 +211,44 @@ def test_the_format_with_one_checksum_per_array_is_read(two_steps, open_at):
         open_at().restore(10, {"params": target})
 
 
+ODD = {
+    "a file": (lambda d: (d / "30").write_text("notes"), r"checkpoint 30 is skipped: .*/30 is no folder"),
+    "a dangling link": (
+        lambda d: (d / "30").symlink_to(d / "nowhere"),
+        r"checkpoint 30 is skipped: .*/30 is no folder",
+    ),
+    "a copied step": (
+        lambda d: shutil.copytree(d / "20", d / "30"),
+        r"checkpoint 30 is skipped: it is a copy of step 20, by its manifest.json",
+    ),
+    "an empty folder": (lambda d: (d / "30").mkdir(), r"checkpoint 30 is skipped: manifest.json is missing"),
+    "a manifest that is a folder": (
+        lambda d: (d / "30" / "manifest.json").mkdir(parents=True),
+        r"checkpoint 30 is skipped: manifest.json cannot be read .*Is a directory",
+    ),
+    "a file for a partial step": (lambda d: (d / "30.partial").touch(), r"checkpoint 30 is skipped: its save was cut"),
+    "a file for a replaced step": (lambda d: (d / "20.replaced").touch(), None),
+    "other names": (lambda d: [(d / name).mkdir() for name in ("²", "030", "30 (copy)", "٣")], None),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_step_is_skipped_by_name_and_breaks_no_save(two_steps, open_at, lines, kind):
+    put, message = ODD[kind]
+    put(two_steps)
+    with open_at(keep=2) as checkpoints:
+        restored = checkpoints.restore_latest(state())
+        assert restored.step == 20
+        assert float(restored.state["params"]["up"][0, 0]) == 20.0
+        assert [bool(re.match(message, line)) for line in lines] == [True] if message else lines == []
+        for step in (20, 25, 30, 40):
+            checkpoints.save(step, state(float(step)), {})
+    assert not any("NOT saved" in line for line in lines)
+    assert open_at().steps() == [30, 40]
+    assert open_at().restore_latest(state()).step == 40
+    assert load_arrays(two_steps, 30)[1]["params/up"][0, 0] == 30.0
+
+
 def test_strict_refuses_a_damaged_newest_step(two_steps, open_at):
     truncate(two_steps / "20")
     with pytest.raises(UserError, match=r"20 is damaged: .*; set checkpoint.strict=false"):

@@ -5,14 +5,18 @@
     checkpoints/1000.replaced/  the old step 1000, while a new one takes its place
     checkpoints/500.removed/    being deleted
 
+What else lies there is left alone; a file with the name of a step is told by `strays`, and gives way to that step.
+
 A step appears by one rename when everything in it is on the disk, and the rename away is the first act of deleting
 one; so whatever moment a process is killed at, a folder with a plain number is whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,11 +25,17 @@ from typing import Any
 STATE = "state"
 EXTRA = "extra.json"
 _PARTIAL, _REPLACED, _REMOVED = ".partial", ".replaced", ".removed"
+_STEP = re.compile(r"0|[1-9][0-9]*")
 
 
 def steps(directory: Path) -> list[int]:
     """Steps with a finished folder, ascending."""
-    return _numbers(directory, "")
+    return [step for step in _numbers(directory, "") if path(directory, step).is_dir()]
+
+
+def strays(directory: Path) -> list[int]:
+    """Steps whose name is taken by something that is no folder, ascending."""
+    return [step for step in _numbers(directory, "") if not path(directory, step).is_dir()]
 
 
 def unfinished(directory: Path) -> list[int]:
@@ -46,7 +56,7 @@ def partial(directory: Path, step: int) -> Path:
 def begin(directory: Path, step: int) -> Path:
     """A new, empty folder to write `step` into."""
     folder = partial(directory, step)
-    shutil.rmtree(folder, ignore_errors=True)
+    _delete(folder)
     folder.mkdir(parents=True)
     return folder
 
@@ -54,24 +64,24 @@ def begin(directory: Path, step: int) -> Path:
 def commit(directory: Path, step: int) -> None:
     """Give the finished partial folder its name; an older folder of the same step gives way."""
     final, replaced = path(directory, step), directory / f"{step}{_REPLACED}"
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(final):
+        _delete(replaced)
         final.rename(replaced)
     partial(directory, step).rename(final)
     _flush(directory)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _delete(replaced)
 
 
 def discard_partial(directory: Path, step: int) -> None:
     """Delete what a failed save left, so that it does not keep the space."""
-    shutil.rmtree(partial(directory, step), ignore_errors=True)
+    _delete(partial(directory, step))
 
 
 def remove(directory: Path, step: int) -> None:
     """Delete a finished step."""
     removed = directory / f"{step}{_REMOVED}"
     path(directory, step).rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    _delete(removed)
 
 
 def recover(directory: Path) -> None:
@@ -79,7 +89,7 @@ def recover(directory: Path) -> None:
     for step in _numbers(directory, _REPLACED):
         replaced = directory / f"{step}{_REPLACED}"
         if path(directory, step).exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            _delete(replaced)
         else:
             replaced.rename(path(directory, step))
 
@@ -89,7 +99,7 @@ def tidy(directory: Path) -> None:
     recover(directory)
     for suffix in (_PARTIAL, _REMOVED):
         for step in _numbers(directory, suffix):
-            shutil.rmtree(directory / f"{step}{suffix}", ignore_errors=True)
+            _delete(directory / f"{step}{suffix}")
 
 
 def read_extra(directory: Path, step: int) -> dict[str, Any]:
@@ -125,7 +135,16 @@ def _numbers(directory: Path, suffix: str) -> list[int]:
     if not directory.is_dir():
         return []
     names = [entry.name.removesuffix(suffix) for entry in directory.iterdir() if entry.name.endswith(suffix)]
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+    return sorted(int(name) for name in names if _STEP.fullmatch(name))
+
+
+def _delete(entry: Path) -> None:
+    """Remove a folder, or what else goes by its name; what cannot be removed stays."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            entry.unlink()
 
 
 def _flush(directory: Path) -> None:

@@ -143,6 +143,8 @@ class Checkpoints:
         self._forecast(abstract_state)
         if self._is_main:
             folders.recover(self.directory)
+            for step in folders.strays(self.directory):
+                self._say(f"checkpoint {step} is skipped: {self.directory / str(step)} is no folder")
         found, unfinished = self._agree.from_main(
             [self.steps(), folders.unfinished(self.directory)] if self._is_main else 0
         )

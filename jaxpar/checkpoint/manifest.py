@@ -90,9 +90,11 @@ def read(folder: Path) -> Manifest:
             raise DamagedError(f"{NAME} has format {body['format']}, this version reads {_WHOLE_ARRAYS} and {FORMAT}")
         if _crc(body) != crc32:
             raise DamagedError(f"{NAME} was changed after the save")
+        if folder.name != str(body["step"]):
+            raise DamagedError(f"it is a copy of step {body['step']}, by its {NAME}; only a folder of that name counts")
     except FileNotFoundError:
         raise DamagedError(f"{NAME} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{NAME} cannot be read ({error})") from None
     arrays = {name: _from_json(entry) for name, entry in body["arrays"].items()}
     return Manifest(body["step"], arrays, {name: tuple(value) for name, value in body["files"].items()})
@@ -100,17 +102,24 @@ def read(folder: Path) -> Manifest:
 
 def check_files(manifest: Manifest, folder: Path) -> None:
     """Raise `DamagedError` naming the files that are missing, cut short or changed (small files only)."""
-    problems = []
-    for name, (size, crc32) in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"file {name} is missing")
-        elif path.stat().st_size != size:
-            problems.append(f"file {name} has {path.stat().st_size} bytes, the save wrote {size}")
-        elif crc32 is not None and zlib.crc32(path.read_bytes()) != crc32:
-            problems.append(f"file {name} was changed after the save")
+    found = (_problem(folder, name, *wanted) for name, wanted in manifest.files.items())
+    problems = [problem for problem in found if problem is not None]
     if problems:
         raise DamagedError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
+
+
+def _problem(folder: Path, name: str, size: int, crc32: int | None) -> str | None:
+    path = folder / name
+    try:
+        if not path.is_file():
+            return f"file {name} is missing"
+        if path.stat().st_size != size:
+            return f"file {name} has {path.stat().st_size} bytes, the save wrote {size}"
+        if crc32 is not None and zlib.crc32(path.read_bytes()) != crc32:
+            return f"file {name} was changed after the save"
+    except OSError as error:
+        return f"file {name} cannot be read ({error.strerror})"
+    return None
 
 
 def check_arrays(manifest: Manifest, checksums: Mapping[str, tuple[int, ...]]) -> None:

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxpar.runtime.supervisor import newest_step
+
 LOSS_TOLERANCE = 1e-5  # relative; runs with other process counts add in another order
 START_TIMEOUT_S = 600.0
 DISK_BYTES = 6 * 2**20
@@ -248,7 +250,7 @@ class Broken:
 
     def newest(self) -> int:
         """Newest finished step, or -1."""
-        return max((int(path.name) for path in self.checkpoints.iterdir() if path.name.isdigit()), default=-1)
+        return newest_step(self.checkpoints)
 
     def trained_to(self, training: Training, ahead: int) -> None:
         """Return when the run is some steps beyond where it started."""
