@@ -6,11 +6,9 @@ Between two log intervals nothing is fetched from the devices; the loop runs ahe
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +18,7 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import Config
 from jaxpar.data import Loader
 from jaxpar.errors import UserError
+from jaxpar.lines import Lines
 from jaxpar.metrics import MetricsWriter, Progress, Throughput
 from jaxpar.runtime.exits import RETRY
 from jaxpar.state import TrainState
@@ -67,7 +66,7 @@ class Run:
     progress: Progress
     throughput: Throughput
     watch: Watch
-    samples_file: Path | None = None  # written by the main process only
+    samples: Lines | None = None  # written by the main process only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +194,8 @@ def _data_ended(run: Run, step: int) -> int:
 
 
 def _log_samples(run: Run, step: int) -> None:
-    if run.samples_file is None:
-        return
-    with run.samples_file.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "samples": run.loader.sample_ids()}) + "\n")
+    if run.samples is not None:
+        run.samples.append({"step": step, "samples": run.loader.sample_ids()})
 
 
 def evaluator(

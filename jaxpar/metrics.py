@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
-import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+from jaxpar.lines import FULL_DISK, Lines, truncate_after, warn
 
 # Dense bfloat16 TFLOP/s (float16 where a GPU has no bfloat16) by a word of jax's device_kind; the first match counts.
 # Source: vendors' data sheets, without structured sparsity.
@@ -144,47 +145,38 @@ class MetricsWriter:
     """`metrics.jsonl` always and TensorBoard if asked: one object a line, one line a step, steps rising.
 
     Opened again for a run that resumes after `resume_step`, it first drops the lines of later steps and a line that a
-    crash cut short, so that each step stands once.
+    crash cut short, so that each step stands once. A full disk costs lines, with a warning, and not the run.
     """
 
     def __init__(
         self, workdir: Path, *, resume_step: int | None = None, tensorboard: bool = False, enabled: bool = True
     ) -> None:
-        self._file: TextIO | None = None
-        self._tensorboard: Any = None
+        self._lines: Lines | None = None
+        self._tensorboard: _TensorBoard | None = None
         self._last_step = -1
         if not enabled:
             return
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / "metrics.jsonl"
         self._last_step = truncate_after(path, -1 if resume_step is None else resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._lines = Lines(path)
         if tensorboard:
-            import tensorboardX  # half a second of imports, only where it is used
-
-            purge_step = None if resume_step is None else resume_step + 1
-            self._tensorboard = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=purge_step)
+            self._tensorboard = _TensorBoard(workdir / "tensorboard", resume_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the values of one step: numbers (numpy and jax arrays too) or text; nan and inf become null."""
-        if self._file is None:
+        if self._lines is None:
             return
         assert step > self._last_step, f"step {step} is logged after step {self._last_step}"
         self._last_step = step
         row = {"step": step} | {key: _plain(value) for key, value in values.items()}
-        # One write call of a whole line: a crash can cut it short, but never mix two.
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self._lines.append(row)
         if self._tensorboard is not None:
-            for key, value in row.items():
-                if key != "step" and isinstance(value, int | float):
-                    self._tensorboard.add_scalar(key, value, step)
+            self._tensorboard.write(step, row)
 
     def close(self) -> None:
         """Flush and close the files."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._lines = None
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
@@ -196,39 +188,39 @@ class MetricsWriter:
         self.close()
 
 
-def truncate_after(path: Path, step: int) -> int:
-    """Keep the whole lines of steps up to `step`, each step once and rising; returns the last one kept, or -1.
+class _TensorBoard:
+    """Scalars for TensorBoard, until the disk refuses them."""
 
-    The file is replaced in one move, so a crash leaves the old or the new one.
-    """
-    if not path.exists():
-        return -1
-    text = path.read_bytes().decode("utf-8", errors="replace")
-    kept: list[str] = []
-    last = -1
-    for line in text.split("\n")[:-1]:  # what follows the last newline was cut short
-        found = _step_of(line)
-        if found is not None and last < found <= step:
-            kept.append(line + "\n")
-            last = found
-    new = "".join(kept)
-    if new != text:
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(new)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    return last
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        import tensorboardX  # half a second of imports, only where it is used
 
+        self._folder = folder
+        purge_step = None if resume_step is None else resume_step + 1
+        before = set(threading.enumerate())
+        # A write that fails ends the thread that writes, without a word; after that a full queue would wait for ever.
+        self._writer: Any = tensorboardX.SummaryWriter(str(folder), purge_step=purge_step, max_queue=10_000)
+        self._threads = set(threading.enumerate()) - before
 
-def _step_of(line: str) -> int | None:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int) else None
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            return
+        if not all(thread.is_alive() for thread in self._threads):
+            self._give_up("its thread ended")
+            return
+        for key, value in row.items():
+            if key != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.close()
+            except OSError as error:
+                self._give_up(str(error.strerror))
+
+    def _give_up(self, why: str) -> None:
+        self._writer = None
+        warn(f"{self._folder} cannot be written ({why}); this run goes on without it")
 
 
 def _plain(value: Any) -> Any:
@@ -282,7 +274,11 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self._enabled:
-            print(text, file=self._file, flush=True)
+            try:
+                print(text, file=self._file, flush=True)
+            except OSError as error:  # a log file on a full disk; a reader that left (EPIPE) ends the run
+                if error.errno not in FULL_DISK:
+                    raise
 
     def close(self) -> None:
         """Leave the bar as it stands."""

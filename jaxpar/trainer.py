@@ -20,6 +20,7 @@ from jaxpar.config import Config
 from jaxpar.contract import check_step, class_bytes
 from jaxpar.data import Data, Loader, open_data, required_vocab
 from jaxpar.errors import UserError
+from jaxpar.lines import Lines, truncate_after
 from jaxpar.loop import Outcome, Run, evaluator, run_steps
 from jaxpar.mesh import simulate_devices
 from jaxpar.metrics import MetricsWriter, Progress, Throughput, peak_flops_per_s
@@ -109,7 +110,7 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
             progress=progress,
             throughput=_throughput(config),
             watch=watch,
-            samples_file=_samples_file(config, workdir, start, is_main),
+            samples=_samples(config, workdir, start, is_main),
         )
         outcome = run_steps(run)
         return Result(outcome, run.state, built)
@@ -256,8 +257,12 @@ def _writer(config: Config, workdir: Path, start: int, is_main: bool) -> Metrics
         workdir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(config_file.to_dict(config), indent=2) + "\n"
         temporary = workdir / "config.json.tmp"
-        temporary.write_text(text)
-        temporary.replace(workdir / "config.json")
+        try:
+            temporary.write_text(text)
+            temporary.replace(workdir / "config.json")
+        except OSError as error:
+            error.filename = error.filename or str(temporary)  # a full disk does not name it
+            raise
     resume = start if start else None
     return MetricsWriter(workdir, resume_step=resume, tensorboard=config.metrics.tensorboard, enabled=is_main)
 
@@ -310,14 +315,10 @@ def _throughput(config: Config) -> Throughput:
     )
 
 
-def _samples_file(config: Config, workdir: Path, start: int, is_main: bool) -> Path | None:
+def _samples(config: Config, workdir: Path, start: int, is_main: bool) -> Lines | None:
     """The samples log, cut back to the step that the run resumes from."""
     if not (config.data.log_samples and is_main):
         return None
     path = workdir / "samples.jsonl"
-    kept = []
-    if path.exists() and start:
-        rows = [line for line in path.read_text().split("\n")[:-1] if line]
-        kept = [line for line in rows if json.loads(line)["step"] <= start]
-    path.write_text("".join(line + "\n" for line in kept))
-    return path
+    truncate_after(path, start)
+    return Lines(path)

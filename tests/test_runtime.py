@@ -1,5 +1,6 @@
 """Watchdog, stop signals, exit codes and the ledger, without a gang."""
 
+import errno
 import os
 import re
 import signal
@@ -198,6 +199,8 @@ class JaxRuntimeError(RuntimeError):
     [
         (UserError("bad"), 4, 2),
         (CheckpointError("disk full"), 1, 75),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, 75),
+        (PermissionError(errno.EACCES, "Permission denied"), 1, 1),
         (KeyboardInterrupt(), 1, 130),
         (ValueError("bug"), 4, 1),
         (JaxRuntimeError("Gloo all-reduce failed: Connection reset by peer"), 2, 75),
@@ -280,6 +283,20 @@ def test_a_line_cut_by_a_kill_is_left_out(tmp_path):
     assert goodput.read(path) == rows
 
 
+@pytest.mark.parametrize("torn", ['{"event": "prog', "[1]\n", "7\n", "{}\n", '{"attempt": 0}\n', "\udcff\udcfe\n"])
+def test_an_attempt_after_a_damaged_line_is_counted_whole(tmp_path, torn):
+    clock, path = Clock(), tmp_path / "goodput.jsonl"
+    attempt(path, clock, range(1, 4), killed=True)
+    path.write_text(path.read_text() + torn, encoding="utf-8", errors="surrogateescape")
+    attempt(path, clock, range(2, 4))
+    rows = goodput.read(path)
+    assert [(row["attempt"], row["event"], row["step"]) for row in rows if row["event"] == "start"] == [
+        (0, "start", 1),
+        (1, "start", 2),
+    ]
+    assert goodput.summarize(rows).attempts == 2
+
+
 def test_nothing_is_written_before_the_first_step(tmp_path):
     ledger = goodput.Ledger(tmp_path / "run" / "goodput.jsonl")
     with ledger.phase("compile"):
@@ -317,3 +334,10 @@ def test_a_directory_is_held_by_one_process_and_freed_by_its_death(tmp_path):
         child.kill()
     with lock.held(tmp_path, print):
         assert (tmp_path / lock.NAME).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_directory_that_cannot_be_made_is_the_users_mistake(tmp_path):
+    (tmp_path / "file").touch()
+    for directory in (Path("/proc/nope"), tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match=rf"--workdir={directory} cannot be used: .*; give a folder"):
+            lock.held(directory, print).__enter__()

@@ -35,7 +35,10 @@ def cached(cache_dir: Path, name: str, build: Callable[[Path], None], open_folde
                 return opened
             _build(cache_dir, final, build)
     except OSError as error:
-        raise UserError(f"{error.filename or cache_dir}: {error.strerror}; data.cache_dir must be writable") from error
+        raise UserError(
+            f"{error.filename or cache_dir}: {error.strerror}; data.cache_dir must be writable; "
+            "unless set, it lies in --workdir"
+        ) from error
     except UserError:
         # A mistake in the input leaves no trace in a folder that was not there before.
         if created:

@@ -7,6 +7,8 @@ second.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -15,12 +17,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxpar.errors import UserError
+from jaxpar.lines import FULL_DISK
 
 DONE = 0
 BUG = 1
 USER_ERROR = 2
 RETRY = 75  # stopped from outside, a peer lost, or a disk that failed: start the same command again
 INTERRUPTED = 130
+_DISK = (*FULL_DISK, errno.EIO, errno.ESTALE)  # of the surroundings: neither a bug nor a mistake
 
 
 def code_of(error: BaseException, num_processes: int) -> int:
@@ -31,7 +35,7 @@ def code_of(error: BaseException, num_processes: int) -> int:
         return USER_ERROR
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, CheckpointError):
+    if isinstance(error, CheckpointError) or (isinstance(error, OSError) and error.errno in _DISK):
         return RETRY
     # A lost peer shows up as a runtime error of a collective. Running out of memory would only happen again.
     is_runtime_error = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
@@ -42,8 +46,9 @@ def code_of(error: BaseException, num_processes: int) -> int:
 
 def leave(code: int) -> NoReturn:
     """End this process now: no exit handlers, no waiting for peers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # they may be files on a full disk
+            stream.flush()
     os._exit(code)
 
 
@@ -62,7 +67,8 @@ def run_guarded(train: Callable[[], int]) -> int:
         if num_processes == 1:
             if code != RETRY:
                 raise
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
             return code
         if code == USER_ERROR:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)

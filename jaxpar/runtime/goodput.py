@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from jaxpar.lines import Lines, read_objects
 
 NAME = "goodput.jsonl"
 _INTERVAL_S = 5.0
@@ -28,6 +29,7 @@ class Ledger:
 
     def __init__(self, path: Path | None, *, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
+        self._lines = None if path is None else Lines(path)
         self._began = self._mark = clock()
         self._written = float("-inf")
         self._phases: list[str] = []
@@ -52,8 +54,7 @@ class Ledger:
         first, self.step = self.step is None, step
         if first:
             if self._path is not None:
-                self._attempt = len({row["attempt"] for row in read(self._path)})
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._attempt = max((row["attempt"] for row in read(self._path)), default=-1) + 1
             self._write("start")
         elif self._clock() - self._written >= _INTERVAL_S:
             self._write("progress")
@@ -72,12 +73,11 @@ class Ledger:
 
     def _write(self, event: str) -> None:
         self._written = self._clock()
-        if self._path is None:
+        if self._lines is None:
             return
         seconds = {name: round(value, 3) for name, value in self.seconds.items()}
         row = {"event": event, "attempt": self._attempt, "time": round(self._written, 3), "step": self.step}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, "began": round(self._began, 3), "seconds": seconds}) + "\n")
+        self._lines.append({**row, "began": round(self._began, 3), "seconds": seconds})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +104,15 @@ class Summary:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a ledger; a line that a kill cut short is left out."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
-    return rows
+    """Rows of a ledger; what a kill cut short, and what is no row of one, is left out."""
+    return [row for row in read_objects(path) if _is_row(row)]
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    seconds = row.get("seconds")
+    numbers = [row.get("time"), row.get("began"), *(seconds.values() if isinstance(seconds, dict) else [None])]
+    whole = isinstance(row.get("attempt"), int) and isinstance(row.get("step"), int | None)
+    return whole and all(isinstance(number, int | float) for number in numbers)
 
 
 def summarize(rows: list[dict[str, Any]]) -> Summary:

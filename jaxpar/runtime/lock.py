@@ -8,9 +8,10 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from jaxpar.errors import UserError
+from jaxpar.lines import FULL_DISK
 
 NAME = "run.lock"
 
@@ -19,10 +20,9 @@ NAME = "run.lock"
 def held(directory: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold `directory` for this process; the lock ends with the process, however that ends.
 
-    Raises `UserError` when another process holds it, with the process and host that it wrote into the file. A file
-    system without locks is told with `say` and used all the same.
+    Raises `UserError` when another process holds it, with the process and host that it wrote into the file, and when
+    the directory cannot be made or written. A file system without locks is told with `say` and used all the same.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     with exclusive(directory / NAME, directory, "--workdir", say):
         yield
 
@@ -42,7 +42,7 @@ def exclusive(path: Path, place: Path, option: str, say: Callable[[str], None]) 
 def _locked(path: Path, place: str, option: str, say: Callable[[str], None]) -> Iterator[IO[str] | None]:
     """The locked file; None where the file system has no locks."""
     while True:
-        with path.open("a+") as file:
+        with _open(path, place) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -66,3 +66,16 @@ def _is_at(path: Path, file: IO[str]) -> bool:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
+
+
+def _open(path: Path, place: str) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except OSError as error:
+        if error.errno in FULL_DISK:  # no mistake, and worth another try
+            raise
+        raise UserError(
+            f"{place} cannot be used: {error.filename or path.parent}: {error.strerror}; "
+            "give a folder that can be made and written"
+        ) from None

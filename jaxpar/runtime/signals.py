@@ -8,6 +8,7 @@ In a run of several processes jax's own handler, installed when the run was join
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -67,13 +68,18 @@ class StopSignals:
                 continue
             self._count += 1
             if self._count > 1:
-                print("second SIGTERM: leaving at once, without saving", file=sys.stderr)
+                _say("second SIGTERM: leaving at once, without saving")
                 self._end(RETRY)
                 break
-            print("SIGTERM: saving after the running step, then leaving", file=sys.stderr, flush=True)
+            _say("SIGTERM: saving after the running step, then leaving")
             if tell_jax is not None:
                 tell_jax(signal.SIGTERM)
         os.close(reader)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+        print(line, file=sys.stderr, flush=True)
 
 
 def _c_handler() -> int | None:

@@ -56,7 +56,7 @@ class RunWatch:
 
 @contextlib.contextmanager
 def make_watch(config: Config, workdir: Path) -> Iterator[RunWatch]:
-    """Signals, watchdog and ledger for the length of a run; at the end the main process prints where the time went."""
+    """Signals, watchdog and ledger for the length of a run; at any end the main process prints where the time went."""
     rank, num_processes = jax.process_index(), jax.process_count()
     path = workdir / goodput.NAME
     ledger = Ledger(path if rank == 0 else None)
@@ -68,12 +68,21 @@ def make_watch(config: Config, workdir: Path) -> Iterator[RunWatch]:
     ):
         try:
             yield RunWatch(signals, watchdog, ledger)
-        finally:
+        except BaseException:
             ledger.end()
-    sentences = [_slowest(ledger, rank, num_processes)]
-    if rank == 0 and path.exists():
-        sentences.append(goodput.summarize(goodput.read(path)).line())
-        print("\n".join(filter(None, sentences)), file=sys.stderr)
+            if ledger.step is not None:
+                _sum_up(path, rank)
+            raise
+        ledger.end()
+    sentence = _slowest(ledger, rank, num_processes)  # after an error nobody would answer
+    _sum_up(path, rank, sentence)
+
+
+def _sum_up(path: Path, rank: int, sentence: str | None = None) -> None:
+    rows = goodput.read(path) if rank == 0 else []
+    if rows:
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+            print("\n".join(filter(None, [sentence, goodput.summarize(rows).line()])), file=sys.stderr)
 
 
 def _slowest(ledger: Ledger, rank: int, num_processes: int) -> str | None:

@@ -124,9 +124,10 @@ class Watchdog:
             f"watchdog: {where} waited {silent_s:.1f} s for {after} (runtime.step_timeout_s = {self.timeout_s:g})",
             *(f"watchdog: {line}" for line in self._suspects(step, notes)),
         ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        print(f"watchdog: {where} ends with exit code {RETRY}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+            print("\n".join(lines), file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            print(f"watchdog: {where} ends with exit code {RETRY}", file=sys.stderr, flush=True)
         self._end(RETRY)
 
     def _suspects(self, step: int | None, notes: dict[int, dict[str, Any]] | None) -> list[str]:
