@@ -156,18 +156,24 @@ def _log(
             f"warning: step {step} is not finite: {values['skipped']} skipped in a row, "
             f"{values['skipped_total']} in all"
         )
-    limit = run.config.optimizer.max_skipped
-    if values["skipped"] >= limit:
+    if values["skipped"] >= run.config.optimizer.max_skipped:
         run.checkpoints.wait()
-        raise NonFiniteError(
-            f"stopped at step {step}: {values['skipped']} steps in a row had a loss or gradient that is not finite "
-            f"(optimizer.max_skipped = {limit}); checkpoints {run.checkpoints.steps()} are from before"
-        )
+        raise NonFiniteError(_diverged(run, step, values["skipped"]))
     return {"step": step, **row}
 
 
 class NonFiniteError(RuntimeError):
     """Training diverged: too many non-finite steps in a row."""
+
+
+def _diverged(run: Run, step: int, skipped: int) -> str:
+    first = step - skipped + 1
+    saved = ", ".join(map(str, run.checkpoints.steps())) or "none"
+    return (
+        f"stopped at step {step}: {skipped} steps in a row, from step {first} on, had a loss or gradient that is not "
+        f"finite (optimizer.max_skipped = {run.config.optimizer.max_skipped}). A skipped step changes no parameter and "
+        f"no optimizer state, so those in every checkpoint ({saved}) are from before step {first}"
+    )
 
 
 def _save(run: Run, step: int, history: list[dict[str, Any]]) -> None:

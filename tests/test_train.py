@@ -197,6 +197,34 @@ def test_a_loss_scale_belongs_to_the_precision_of_the_run(config, tmp_path):
     assert scales == [1.0, 2.0**15, 1.0]
 
 
+def test_a_run_that_diverges_stops_and_its_checkpoints_are_from_before(config, tmp_path):
+    workdir = tmp_path / "run"
+    done = train(config, workdir, *ONE_DEVICE, "--config.optimizer.learning_rate=1e38", "--config.log_interval=1",
+                 "--config.optimizer.warmup_steps=0", "--config.optimizer.max_skipped=3", "--config.steps=20",
+                 "--config.checkpoint.interval=1", "--config.checkpoint.keep=20")  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    rows = rows_of(workdir / "metrics.jsonl")
+    skipped = [row["skipped"] for row in rows]
+    assert skipped[-3:] == [1, 2, 3], "it stops after max_skipped steps in a row"
+    assert rows[-1]["skipped_total"] == sum(count > 0 for count in skipped)
+    first, last = rows[-3]["step"], rows[-1]["step"]
+    steps = range(1, last)  # the step that stops the run is not saved
+    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert lines == [
+        f"train.py: stopped at step {last}: 3 steps in a row, from step {first} on, had a loss or gradient that is not "
+        "finite (optimizer.max_skipped = 3). A skipped step changes no parameter and no optimizer state, so those in "
+        f"every checkpoint ({', '.join(map(str, steps))}) are from before step {first}"
+    ]
+    assert "Traceback" not in done.stderr
+    before = arrays_of(workdir, first - 1)
+    for step in (first, last - 1):
+        found = arrays_of(workdir, step)
+        assert (found["step"], found["skipped"], found["updates"]) == (step, step - first + 1, before["updates"])
+        for name, value in before.items():
+            if name.startswith(("params/", "opt_state/")):
+                assert np.array_equal(found[name], value, equal_nan=True), name
+
+
 def test_help_does_not_import_jax():
     code = (
         "import sys, runpy; sys.argv = ['train.py', '--help']\n"
