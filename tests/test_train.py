@@ -197,6 +197,64 @@ def test_a_loss_scale_belongs_to_the_precision_of_the_run(config, tmp_path):
     assert scales == [1.0, 2.0**15, 1.0]
 
 
+@pytest.mark.sweep
+def test_a_killed_run_ends_bit_for_bit_as_an_unbroken_one(config, tmp_path):
+    """SIGKILL after several steps, with dropout, accumulation, best-fit packing and a mixture; same mesh."""
+    rows = [{"text": f"{word} " * (3 + 5 * i)} for i, word in enumerate(["red", "blue", "green"] * 30)]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "source": "mixture",
+        "sources": tuple(
+            {"name": name, "source": "files", "files": (str(tmp_path / f"{name}.jsonl"),), "weight": 0.5}
+            for name in ("text", "other")
+        ),
+        "phases": ((0, (0.7, 0.3)), (10, (0.4, 0.6))),
+        "packing": "best_fit",
+        "eval_fraction": 0.0,
+        "log_samples": True,
+    }
+    text = config.read_text()
+    begin, end = text.index('"data": {"source"'), text.index('"checkpoint"')
+    config.write_text(text[:begin] + f'"data": {settings!r},\n        ' + text[end:])
+    steps, kills = 24, (2, 7, 13, 19)
+    extra = (f"--config.steps={steps}", "--config.log_interval=1", "--config.eval_interval=None",
+             f"--config.runtime.compile_cache={tmp_path / 'compiled'}")  # fmt: skip
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert train(config, whole, *extra).returncode == 0
+    for kill in kills:
+        kill_after(kill, config, broken, *extra)
+    last = train(config, broken, *extra)
+    assert last.returncode == 0, last.stderr
+    assert "resuming after step" in last.stdout
+
+    timed = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu"}
+    untimed = [
+        [{key: value for key, value in row.items() if key not in timed} for row in rows_of(run / "metrics.jsonl")]
+        for run in (whole, broken)
+    ]
+    assert len(untimed[0]) == steps
+    assert untimed[1] == untimed[0]
+    assert rows_of(broken / "samples.jsonl") == rows_of(whole / "samples.jsonl")
+    wanted, found = arrays_of(whole, steps), arrays_of(broken, steps)
+    assert found.keys() == wanted.keys()
+    assert any(name.startswith("opt_state/") for name in wanted)
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].tobytes() == value.tobytes(), name
+
+
+def kill_after(step: int, config: Path, workdir: Path, *args: str) -> None:
+    """Run scripts/train.py until it logged `step`, and kill it there and then."""
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"--config={config}", f"--workdir={workdir}"]
+    with subprocess.Popen([*command, "--devices=4", *args], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("step ") and int(line.split()[1].split("/")[0]) >= step:
+                child.kill()
+                break
+    assert child.returncode == -9
+
+
 def test_a_run_that_diverges_stops_and_its_checkpoints_are_from_before(config, tmp_path):
     workdir = tmp_path / "run"
     done = train(config, workdir, *ONE_DEVICE, "--config.optimizer.learning_rate=1e38", "--config.log_interval=1",

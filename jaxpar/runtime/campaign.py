@@ -28,6 +28,7 @@ LOSS_TOLERANCE = 1e-5  # relative; runs with other process counts add in another
 START_TIMEOUT_S = 600.0
 DISK_BYTES = 6 * 2**20
 STEP_TIMEOUT_S = 15.0  # a busy machine may need seconds for a step
+FREEZE_SLACK_S = 30.0  # a frozen rank is found after the step timeout; the rest is for the ends of the others
 CONFIG = '''"""Tiny model of the fault campaign, with everything on that a resume could get wrong."""
 
 from ml_collections import ConfigDict
@@ -81,15 +82,24 @@ class Plan:
 
 @dataclasses.dataclass
 class Score:
-    """Faults so far."""
+    """Faults so far, of `rounds` that were asked for."""
 
+    rounds: int
     injected: int = 0
     survived: int = 0
     lost: list[str] = dataclasses.field(default_factory=list)
 
     def line(self) -> str:
         """One line for people."""
-        return f"faults injected {self.injected}, survived {self.survived}, lost {len(self.lost)}"
+        early = (
+            "" if self.injected == self.rounds else f"; the time ended it early, {self.rounds} rounds were asked for"
+        )
+        return f"faults injected {self.injected}, survived {self.survived}, lost {len(self.lost)}{early}"
+
+    @property
+    def passed(self) -> bool:
+        """Whether every round that was asked for ran and was survived."""
+        return self.survived == self.rounds
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Score:
@@ -103,7 +113,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> Score:
         if training.wait() != 0:
             raise LostError(f"the unbroken run failed:\n{training.tail()}")
     say(f"reference: done in {time.monotonic() - began:.0f} s")
-    rng, score = random.Random(plan.seed), Score()
+    rng, score = random.Random(plan.seed), Score(plan.rounds)
     with _small_disk(folder / "broken" / "checkpoints") as has_disk:
         if not has_disk:
             say("a full disk needs the permission to mount a small one: left out")
@@ -262,14 +272,18 @@ class Broken:
         rows, wanted = _rows(self.workdir / "metrics.jsonl"), _rows(self.reference / "metrics.jsonl")
         losses = {row["step"]: row["loss"] for row in wanted}
         steps = [row["step"] for row in rows]
-        if steps != list(range(1, len(steps) + 1)):
+        if not steps or steps != list(range(1, len(steps) + 1)):
             raise LostError(f"metrics.jsonl does not have every step once: {steps}")
         for row in rows:
             expected = losses[row["step"]]
             if not abs(row["loss"] - expected) <= LOSS_TOLERANCE * abs(expected):
                 raise LostError(f"loss of step {row['step']} is {row['loss']!r}, unbroken {expected!r}")
         samples = {row["step"]: row["samples"] for row in _rows(self.reference / "samples.jsonl")}
-        for row in _rows(self.workdir / "samples.jsonl"):
+        rows = _rows(self.workdir / "samples.jsonl")
+        # A kill between the two logs of a step leaves it in the first one alone.
+        if (read := [row["step"] for row in rows]) not in (steps, [*steps, len(steps) + 1]):
+            raise LostError(f"samples.jsonl does not have every step of metrics.jsonl once: {read}")
+        for row in rows:
             if row["samples"] != samples[row["step"]]:
                 raise LostError(f"step {row['step']} read {row['samples']}, unbroken {samples[row['step']]}")
         return len(steps)
@@ -306,7 +320,7 @@ def _freeze(broken: Broken, _: bool) -> str:
         broken.trained_to(training, broken.rng.randint(2, 8))
         who = _signal_one(broken, training, signal.SIGSTOP)
         began = time.monotonic()
-        code = training.wait(STEP_TIMEOUT_S + 60.0)
+        code = training.wait(STEP_TIMEOUT_S + FREEZE_SLACK_S)
         took_s = time.monotonic() - began
         if code != 75 or not training.told("watchdog:"):
             raise LostError(f"exit code {code} after a freeze, not 75 by the watchdog:\n{training.tail()}")
