@@ -158,6 +158,11 @@ def dwell(what):
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_sigterm_in_an_evaluation_or_a_save(plan, config, tmp_path, moment, processes):
     train, workdir = str(ROOT / "scripts" / "train.py"), tmp_path / "run"
+    for name in ("even", "odd"):  # many documents, so that some of them are held out
+        paragraphs = (plan.folder / f"{name}.txt").read_text().split("\n\n")
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in paragraphs)
+        (plan.folder / f"{name}.jsonl").write_text(rows)
+    config.write_text(config.read_text().replace(".txt", ".jsonl"))
     program = tmp_path / "program.py"
     end = f"sys.argv[0] = {train!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     program.write_text(DWELL + textwrap.dedent(MOMENTS[moment]) + end)

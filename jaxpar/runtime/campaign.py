@@ -429,7 +429,8 @@ def prepare(folder: Path, plan: Plan) -> Path:
     if left := [name for name in ("reference", "broken") if (folder / name).exists()]:
         raise LostError(f"{folder / left[0]} exists already; give an empty folder")
     for name in ("even", "odd"):
-        text = "\n\n".join(_sentences(random.Random(name)) for _ in range(60))
+        rng = random.Random(name)
+        text = "\n\n".join(_sentences(rng) for _ in range(60))  # no two alike, or another order would pass
         (folder / f"{name}.txt").write_text(text)
     (folder / "broken" / "checkpoints").mkdir(parents=True)
     config = folder / "config.py"
