@@ -259,7 +259,8 @@ def test_a_run_that_diverges_stops_and_its_checkpoints_are_from_before(config, t
     workdir = tmp_path / "run"
     done = train(config, workdir, *ONE_DEVICE, "--config.optimizer.learning_rate=1e38", "--config.log_interval=1",
                  "--config.optimizer.warmup_steps=0", "--config.optimizer.max_skipped=3", "--config.steps=20",
-                 "--config.checkpoint.interval=1", "--config.checkpoint.keep=20", "--config.model.num_layers=1")  # fmt: skip
+                 "--config.checkpoint.interval=1", "--config.checkpoint.keep=20",
+                 "--config.model.num_layers=1")  # fmt: skip
     assert done.returncode == 1, done.stderr
     rows = rows_of(workdir / "metrics.jsonl")
     skipped = [row["skipped"] for row in rows]
