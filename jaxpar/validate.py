@@ -194,10 +194,13 @@ def _batch(config: Config, sizes: Sizes) -> Iterator[str]:
 def _sequence(config: Config, sizes: Sizes) -> Iterator[str]:
     context, tensor = sizes["context"] or 1, sizes["tensor"] or 1
     factors = {"parallel.context": context}
+    if context > 1 and config.parallel.context_mode in ("ring", "ring_all_to_all", "all_gather"):
+        factors["2 (an early and a late piece of the row each)"] = 2
+    pieces = math.prod(factors.values())
     if config.parallel.sequence_parallel:
         factors["parallel.tensor (sequence_parallel)"] = tensor
     yield from _indivisible("seq_len", config.seq_len, math.prod(factors.values()), _product(factors))
-    if config.seq_len % context or config.model.num_heads % tensor or config.model.num_heads % config.model.kv_heads:
+    if config.seq_len % pieces or config.model.num_heads % tensor or config.model.num_heads % config.model.kv_heads:
         return  # said here or by `_attention`
     try:
         choose(config, context=context, tensor=tensor, stage=sizes["stage"] or 1)

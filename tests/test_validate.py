@@ -147,7 +147,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
     ),
     (
         {"seq_len": 68, "parallel.context": 8, "parallel.context_mode": "all_gather"},
-        ["seq_len = 68", "parallel.context = 8", "use 64 or 72"],
+        ["seq_len = 68", "parallel.context x 2", "= 8 x 2 = 16", "use 64 or 80"],
         {"seq_len": 64},
     ),
     (
