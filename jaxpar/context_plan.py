@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from jaxpar.config import Config
 from jaxpar.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # FLOPs per byte above which a hop round the ring hides behind the block it overlaps with: bf16 FLOP/s of an H100
 # over one 400 Gb/s link, with the kernel at half its peak.
@@ -49,6 +51,8 @@ class ContextPlan:
 
 def stream_order(length: int, places: int) -> np.ndarray:
     """Zig-zag order, int32 [length]: place i holds pieces i and 2 x places - 1 - i of the row."""
+    import numpy as np  # not needed to check a config, which has to be quick
+
     pieces = np.arange(length, dtype=np.int32).reshape(2 * places, -1)
     pairs = [(i, 2 * places - 1 - i) for i in range(places)]
     return np.concatenate([pieces[piece] for pair in pairs for piece in pair])
