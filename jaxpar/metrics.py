@@ -202,6 +202,7 @@ class _TensorBoard:
         self._threads = set(threading.enumerate()) - before
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """The numbers of a row; the first sign that the disk refuses them ends it, with a warning."""
         if self._writer is None:
             return
         if not all(thread.is_alive() for thread in self._threads):
@@ -212,6 +213,7 @@ class _TensorBoard:
                 self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
+        """Flush and close; a disk that refuses is told."""
         if self._writer is not None:
             try:
                 self._writer.close()

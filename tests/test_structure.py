@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jaxpar"
 
 
+def runtime_imports_of(path: Path) -> set[str]:
+    """Without what only the type checker imports."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return imports_in(tree)
+
+
 def imports_of(path: Path) -> set[str]:
     """Modules of the project that a file imports, also inside functions."""
+    return imports_in(ast.parse(path.read_text()))
+
+
+def imports_in(tree: ast.Module) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxpar"):
             found.add(node.module)
             found |= {f"{node.module}.{name.name}" for name in node.names}
@@ -50,6 +64,26 @@ def test_step_is_the_bottom_of_the_run():
 def test_nobody_imports_the_trainer():
     others = [path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "trainer.py")]
     assert not offenders(others, ("trainer",))
+
+
+def modules_of_the_map() -> list[str]:
+    """Names of the top level of the package, from the first to the last line of the map in the docs."""
+    block = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    lines = [line[2:] for line in block.splitlines() if re.match(r"  \w", line)]
+    heads = [re.split(r"\s{2,}|(?<=\.py) ", line)[0] for line in lines]
+    return [name.strip().removesuffix(".py").removesuffix("/") for head in heads for name in head.split(",")]
+
+
+def test_the_map_names_every_module_and_imports_follow_it():
+    place = {name: i for i, name in enumerate(modules_of_the_map())}
+    here = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(place) == here
+    upward = set()
+    for path in PACKAGE.rglob("*.py"):
+        top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        wanted = {name.split(".")[1] for name in runtime_imports_of(path) if "." in name} & here - {top}
+        upward |= {(top, name) for name in wanted if place[name] > place[top] and top != "__init__"}
+    assert upward == {("runtime", "checkpoint"), ("lora", "weights"), ("hf", "weights")}
 
 
 def test_files_and_functions_stay_readable():
