@@ -35,15 +35,19 @@ def start(code: str) -> subprocess.Popen:
 
 
 class Board:
+    """Notes of the others; a note without a time comes from a process that is alive, notes of None from nowhere."""
+
     def __init__(self, notes):
         self.notes = notes
 
     def pin(self, rank, note):
-        if self.notes is not None:
+        if self.notes is None:  # a stopped service answers nobody
+            threading.Event().wait(30.0)
+        else:
             self.notes[rank] = note
 
     def read(self):
-        return self.notes
+        return {rank: {"time": time.time()} | note for rank, note in self.notes.items()}
 
 
 def run_dog(timeout_s, seconds, act, **settings):
@@ -87,8 +91,8 @@ def test_time_inside_busy_does_not_count():
 
 
 def test_a_peer_that_compiles_is_waited_for_and_a_silent_one_is_not():
-    peer = {"time": time.time() + 3600, "step": None, "busy": "compile"}
-    assert run_dog(0.2, 0.8, lambda dog: None, num_processes=2, board=Board({1: peer})) == []
+    peer = {"step": None, "busy": "compile"}
+    assert run_dog(0.2, 2.5, lambda dog: None, num_processes=2, board=Board({1: peer})) == []
     stale = {"time": time.time() - 3600, "step": None, "busy": "compile"}
     assert run_dog(0.2, 5.0, lambda dog: None, num_processes=2, board=Board({1: stale})) == [exits.RETRY]
 
@@ -101,8 +105,49 @@ def test_a_busy_process_ends_when_a_peer_is_lost_and_waits_for_a_live_one():
     lost = {"time": time.time() - 3600, "step": 8, "busy": None}
     assert exits.RETRY in run_dog(0.2, 5.0, save, num_processes=2, board=Board({1: lost}))
     assert exits.RETRY in run_dog(0.2, 5.0, save, rank=1, num_processes=2, board=Board(None))
-    live = {"time": time.time() + 3600, "step": 8, "busy": "save"}
+    live = {"step": 8, "busy": "save"}
     assert run_dog(0.2, 0.5, save, num_processes=2, board=Board({1: live})) == []
+
+
+def test_a_peer_with_a_wrong_clock_is_not_lost(monkeypatch):
+    class Behind(Board):
+        def read(self):
+            return {1: {"time": time.time() - 3600, "step": None, "busy": "save"}}
+
+    def save(dog):
+        with dog.busy("save"):
+            time.sleep(3.0)
+
+    assert run_dog(0.2, 0.5, save, num_processes=2, board=Behind({})) == []
+
+
+def test_a_bark_is_answered_before_the_own_time_is_over(capfd):
+    barks = {"step": 3, "busy": None, "barks": True}
+    began = time.monotonic()
+    assert run_dog(8.0, 20.0, lambda dog: None, num_processes=2, board=Board({1: barks})) == [exits.RETRY]
+    assert time.monotonic() - began < 7.0  # half of the time, and a beat for the others to bark
+    assert "process 0 of 2 waited 4." in capfd.readouterr().err
+
+
+def test_a_stop_of_the_whole_process_does_not_count():
+    child = start("""
+        import time
+        from jaxpar.runtime.watchdog import Watchdog
+        with Watchdog(4.0) as dog:
+            dog.finished(1)
+            print("ready", flush=True)
+            time.sleep(2.0 + 6.0)
+            print("went on", flush=True)
+            time.sleep(60)
+    """)
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(1.0)
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(6.0)
+    child.send_signal(signal.SIGCONT)
+    output, _ = child.communicate(timeout=30)
+    assert child.returncode == exits.RETRY
+    assert output.startswith("went on"), output
 
 
 def test_a_coordinator_that_does_not_answer_is_named(capfd):

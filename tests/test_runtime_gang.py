@@ -114,6 +114,27 @@ def test_sigterm_to_one_process_saves_one_step_and_ends_all_with_75(plan, config
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("frozen", [0, 2], ids=["the coordinator", "another one"])
+def test_a_frozen_process_is_found_in_time_and_every_other_one_tells_its_stacks(plan, tmp_path, frozen):
+    four = dataclasses.replace(plan, steps=10_000, processes=4)
+    config = campaign.prepare(plan.folder, four)
+    with campaign.Training(four, config, tmp_path / "run", gang=True) as training:
+        training.wait_for(lambda: training.step >= 5, "step 5")
+        os.kill(training.ranks()[frozen], signal.SIGSTOP)
+        training.wait_for(lambda: training.told("watchdog:"), "the watchdog", campaign.STEP_TIMEOUT_S)
+        assert training.wait(campaign.FREEZE_SLACK_S) == 75, training.tail()
+    others = {0, 1, 2, 3} - {frozen}
+    assert all(tells(training, rank, f"process {rank} of 4 waited") for rank in others), training.tail()
+    assert all(tells(training, rank, "in run_steps") for rank in others), training.tail()
+    culprit = "process 0, which coordinates, does not answer" if frozen == 0 else f"process {frozen} is missing"
+    assert any(tells(training, rank, culprit) for rank in others), training.tail()
+
+
+def tells(training, rank, what):
+    return any(line.startswith(f"[{rank}] ") and what in line for line in training.lines)
+
+
+@pytest.mark.sweep
 def test_a_second_sigterm_ends_the_gang_at_once(plan, config, tmp_path):
     with campaign.Training(plan, config, tmp_path / "run", gang=True) as training:
         training.wait_for(lambda: training.told("mesh:"), "the compile")

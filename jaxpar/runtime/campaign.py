@@ -28,7 +28,7 @@ LOSS_TOLERANCE = 1e-5  # relative; runs with other process counts add in another
 START_TIMEOUT_S = 600.0
 DISK_BYTES = 6 * 2**20
 STEP_TIMEOUT_S = 15.0  # a busy machine may need seconds for a step
-FREEZE_SLACK_S = 30.0  # a frozen rank is found after the step timeout; the rest is for the ends of the others
+FREEZE_SLACK_S = 30.0  # a frozen process is found within the step timeout; the rest is for the ends of the others
 CONFIG = '''"""Tiny model of the fault campaign, with everything on that a resume could get wrong."""
 
 from ml_collections import ConfigDict
@@ -320,10 +320,11 @@ def _freeze(broken: Broken, _: bool) -> str:
         broken.trained_to(training, broken.rng.randint(2, 8))
         who = _signal_one(broken, training, signal.SIGSTOP)
         began = time.monotonic()
-        code = training.wait(STEP_TIMEOUT_S + FREEZE_SLACK_S)
+        training.wait_for(lambda: training.told("watchdog:"), f"{who} to be found", STEP_TIMEOUT_S)
         took_s = time.monotonic() - began
-        if code != 75 or not training.told("watchdog:"):
-            raise LostError(f"exit code {code} after a freeze, not 75 by the watchdog:\n{training.tail()}")
+        code = training.wait(FREEZE_SLACK_S)
+        if code != 75:
+            raise LostError(f"exit code {code} after a freeze, not 75:\n{training.tail()}")
     return f"froze {who}, found after {took_s:.0f} s" + _goes_on(broken, False)
 
 

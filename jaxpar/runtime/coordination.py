@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from typing import Any
-
-_ANSWER_S = 5.0
 
 
 class Assembly:
@@ -114,21 +111,12 @@ class Board:
         if self._client is not None:
             self._client.key_value_set(f"{self._prefix}{rank}", json.dumps(note), allow_overwrite=True)
 
-    def read(self) -> dict[int, dict[str, Any]] | None:
-        """Notes by process; None if the service, which lives in process 0, does not answer in time."""
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Notes by process; waits for good if process 0, where the service lives, is stopped."""
         if self._client is None:
             return {}
-        found: list[list[tuple[str, str]]] = []
-        # A frozen service blocks the call for good, so a thread makes it.
-        asking = threading.Thread(target=lambda: found.append(self._ask()), daemon=True)
-        asking.start()
-        asking.join(_ANSWER_S)
-        if not found:
-            return None
-        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found[0]}
-
-    def _ask(self) -> list[tuple[str, str]]:
-        return self._client.key_value_dir_get(self._prefix)
+        found = self._client.key_value_dir_get(self._prefix)
+        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
 
 
 def _client() -> Any:

@@ -91,8 +91,8 @@ def _slowest(ledger: Ledger, rank: int, num_processes: int) -> str | None:
     if rank != 0 or num_processes == 1:
         return None
     deadline = time.monotonic() + _REPORT_S
-    notes = board.read() or {}
+    notes = board.read()
     while len(notes) < num_processes and time.monotonic() < deadline:
         time.sleep(0.05)
-        notes = board.read() or {}
+        notes = board.read()
     return goodput.slowest(notes)

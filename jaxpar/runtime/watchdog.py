@@ -1,11 +1,16 @@
 """A thread that ends the process when no step finishes for too long.
 
 A collective has no deadline: one process that is stopped, or stuck in its data, blocks all others for ever while every
-heartbeat goes on. The watchdog of each process notes when the last step finished. After `timeout_s` it prints all
-Python stacks, names the processes that fell silent or behind, and ends the process with exit code 75, so that a
-supervisor starts all of them again. A process that waits for one that is alive and compiling, saving or evaluating
-goes on waiting. One that is busy itself may be waiting for others all the same, such as at the end of a save; after
-`timeout_s` of that it ends if another process, whose watchdog would report in any state, has been silent as long.
+heartbeat goes on. The watchdog of each process notes when the last step finished, and barks when
+
+- no step has finished for `timeout_s`, unless a process is alive and compiling, saving or evaluating, or
+- for half of that no step has finished here, busy or not, and another process, whose watchdog would report in any
+  state, has been silent for three quarters of it: so a frozen process is found before `timeout_s` is over, or
+- another process barks.
+
+To bark is to print all Python stacks, name the processes that fell silent or behind, give the others one beat to do
+the same, and end the process with exit code 75, so that a supervisor starts all of them again. Time in which the whole
+process was stopped, as by a scheduler that suspends a job, does not count.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ from typing import Any
 
 from jaxpar.runtime.coordination import Board
 from jaxpar.runtime.exits import RETRY, leave
+from jaxpar.runtime.peers import Note, Peers
 
-_UNANSWERED = 3  # questions in a row after which the coordinator counts as lost
+_LOOKS_PER_BEAT = 4
+_COORDINATOR_SILENT = "process 0, which coordinates, does not answer: it is stopped or its host is lost"
 
 
 class Watchdog:
@@ -37,16 +44,16 @@ class Watchdog:
         end: Callable[[int], Any] = leave,
     ) -> None:
         self.timeout_s = timeout_s
-        self._rank, self._num_processes, self._board, self._end = rank, num_processes, board, end
+        self._rank, self._num_processes, self._end = rank, num_processes, end
         self._beat_s = min(max(timeout_s / 8, 0.05), 30.0)
         self._stale_s = 3 * self._beat_s + 1.0  # a note older than this comes from a process that fell silent
+        self._patience_s = max(0.75 * timeout_s, self._stale_s)
+        self._peers = Peers(board, rank, num_processes)
         self._lock = threading.Lock()
         self._busy: list[str] = []
         self._step: int | None = None
         self._last = time.monotonic()  # when a step finished, or when what keeps the process busy began or ended
-        self._unanswered = 0
         self._stop = threading.Event()
-        self._pinning: threading.Thread | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -76,71 +83,81 @@ class Watchdog:
                 self._last = time.monotonic()
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._beat_s):
+        look_s = self._beat_s / _LOOKS_PER_BEAT
+        looked, exchanged = time.monotonic(), -float("inf")
+        while not self._stop.wait(look_s):
+            now = time.monotonic()
+            self._forgive(now - looked - look_s)
+            looked = now
             with self._lock:
-                busy, step, silent_s = list(self._busy), self._step, time.monotonic() - self._last
-            self._pin(step, busy)
-            if silent_s > self.timeout_s and not self._stop.is_set():
-                notes = self._read()
-                # A slower compile elsewhere: this process waits for its peer, not for nothing.
-                waits_well = not self._somebody_is_lost(notes) if busy else self._somebody_is_busy(notes)
-                if not waits_well:
-                    self._bark(step, silent_s, notes)
-                    return
+                busy, step, silent_s = list(self._busy), self._step, now - self._last
+            if now - exchanged >= self._beat_s:
+                exchanged = now
+                self._peers.exchange(self._note(step, busy), read=silent_s > self.timeout_s / 4)
+            if self._is_stuck(silent_s, bool(busy)) and not self._stop.is_set():
+                self._bark(step, silent_s)
+                return
 
-    def _pin(self, step: int | None, busy: list[str]) -> None:
-        if self._board is None or self._num_processes == 1:
-            return
-        if self._pinning is not None and self._pinning.is_alive():
-            return
-        note = {"time": time.time(), "step": step, "busy": busy[-1] if busy else None}
-        # Without an answer from the service this waits; then the clock must not wait with it.
-        self._pinning = threading.Thread(target=_quietly, args=(self._board.pin, self._rank, note), daemon=True)
-        self._pinning.start()
+    def _forgive(self, pause_s: float) -> None:
+        """Leave out a pause of this thread that only a stop of the whole process explains."""
+        if pause_s > 2 * self._beat_s + 1.0:
+            with self._lock:
+                self._last = min(self._last + pause_s, time.monotonic())
+            self._peers.forgive(pause_s)
 
-    def _read(self) -> dict[int, dict[str, Any]] | None:
-        return self._board.read() if self._board is not None and self._num_processes > 1 else {}
+    def _is_stuck(self, silent_s: float, is_busy: bool) -> bool:
+        if silent_s > self.timeout_s / 2 and (self._somebody_is_lost() or self._somebody_barks()):
+            return True
+        # A slower compile elsewhere: this process waits for its peer, not for nothing.
+        return silent_s > self.timeout_s and not is_busy and not self._somebody_is_busy()
 
-    def _somebody_is_busy(self, notes: dict[int, dict[str, Any]] | None) -> bool:
+    def _somebody_is_lost(self) -> bool:
+        lost = self._peers.lost(patience_s=self._patience_s, beat_s=self._beat_s)
+        return bool(lost) or self._peers.unanswered_s > self._patience_s
+
+    def _somebody_barks(self) -> bool:
+        return any(note.get("barks") for note in self._peers.notes.values())
+
+    def _somebody_is_busy(self) -> bool:
         now = time.time()
         return any(
             note["busy"] and now - note["time"] <= self._stale_s
-            for rank, note in (notes or {}).items()
+            for rank, note in self._peers.notes.items()
             if rank != self._rank
         )
 
-    def _somebody_is_lost(self, notes: dict[int, dict[str, Any]] | None) -> bool:
-        """Whether another process, or the service in process 0, has been silent for `timeout_s` or several beats."""
-        self._unanswered = self._unanswered + 1 if notes is None else 0
-        patience_s, now = max(self.timeout_s, self._stale_s), time.time()
-        return self._unanswered >= _UNANSWERED or any(
-            now - note["time"] > patience_s for rank, note in (notes or {}).items() if rank != self._rank
-        )
+    def _note(self, step: int | None, busy: list[str]) -> Note:
+        return {"time": time.time(), "step": step, "busy": busy[-1] if busy else None}
 
-    def _bark(self, step: int | None, silent_s: float, notes: dict[int, dict[str, Any]] | None) -> None:
+    def _bark(self, step: int | None, silent_s: float) -> None:
         where = f"process {self._rank} of {self._num_processes}"
         after = "the first step" if step is None else f"the step after {step}"
         lines = [
             f"watchdog: {where} waited {silent_s:.1f} s for {after} (runtime.step_timeout_s = {self.timeout_s:g})",
-            *(f"watchdog: {line}" for line in self._suspects(step, notes)),
+            *(f"watchdog: {line}" for line in self._suspects(step)),
         ]
         with contextlib.suppress(OSError):  # stderr may be a file on a full disk
             print("\n".join(lines), file=sys.stderr, flush=True)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             print(f"watchdog: {where} ends with exit code {RETRY}", file=sys.stderr, flush=True)
+        self._let_others_bark(step)
         self._end(RETRY)
 
-    def _suspects(self, step: int | None, notes: dict[int, dict[str, Any]] | None) -> list[str]:
+    def _let_others_bark(self, step: int | None) -> None:
+        """Stay for a beat: the end of this process ends the others, who could then no longer tell what they know."""
+        if self._num_processes > 1:
+            self._peers.exchange(self._note(step, []) | {"barks": True}, read=False)
+            self._stop.wait(self._beat_s * (1 + 1 / _LOOKS_PER_BEAT))
+
+    def _suspects(self, step: int | None) -> list[str]:
         if self._num_processes == 1:
             return []
-        if notes is None:
-            return ["process 0, which coordinates, does not answer: it is stopped or its host is lost"]
-        return suspects(notes, self._num_processes, now=time.time(), step=step, stale_s=self._stale_s)
+        if self._peers.unanswered_s > 2 * self._beat_s:
+            return [_COORDINATOR_SILENT]
+        return suspects(self._peers.notes, self._num_processes, now=time.time(), step=step, stale_s=self._stale_s)
 
 
-def suspects(
-    notes: dict[int, dict[str, Any]], num_processes: int, *, now: float, step: int | None, stale_s: float
-) -> list[str]:
+def suspects(notes: dict[int, Note], num_processes: int, *, now: float, step: int | None, stale_s: float) -> list[str]:
     """Sentences on the processes that hold up the rest; clocks of all hosts should agree within a second or so."""
     lines = []
     for rank in range(num_processes):
@@ -158,10 +175,5 @@ def suspects(
     ]
 
 
-def _doing(note: dict[str, Any]) -> str:
+def _doing(note: Note) -> str:
     return f", {note['busy']}" if note["busy"] else ""
-
-
-def _quietly(call: Callable[..., None], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the service is going away; the process will hear of that elsewhere
-        call(*args)
