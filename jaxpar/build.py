@@ -26,7 +26,7 @@ from jaxpar.optim import make_optimizer, make_schedule
 from jaxpar.precision import Precision, precision
 from jaxpar.sharding import Layout, make_layout
 from jaxpar.state import TrainState, abstract_with_shardings, init_state, state_shardings
-from jaxpar.step import GradFn, StepRules, accumulated, eval_step, train_step, value_and_grad
+from jaxpar.step import Batch, GradFn, StepRules, accumulated, eval_step, train_step, value_and_grad
 
 if TYPE_CHECKING:
     from jaxpar.pipeline.model import Pipeline
@@ -51,6 +51,7 @@ class Built:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     grad_fn: GradFn
+    gradients: Any  # jitted (params, batch) -> gradients, for a look at where they lie
     init: Callable[[jax.Array], TrainState]
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Transformer, Any], Any]
@@ -119,6 +120,7 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Built:
         optimizer=optimizer,
         schedule=schedule,
         grad_fn=grad_fn,
+        gradients=jax.jit(functools.partial(gradients_alone, grad_fn)),
         init=jax.jit(init, out_shardings=shardings),
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.whole)),
         evaluate=jax.jit(evaluate, out_shardings=layout.whole),
@@ -178,6 +180,11 @@ def make_grad_fn(config: Config, layout: Layout, placements: Any) -> GradFn:
         return sums, place(grads)
 
     return run
+
+
+def gradients_alone(grad_fn: GradFn, params: Any, batch: Batch) -> Any:
+    """Gradients of a batch, without dropout and with no wish where they should lie."""
+    return grad_fn(params, batch, None, jnp.float32(1.0))[1]
 
 
 def _with_precision(function: Callable, context: Any) -> Callable:

@@ -7,6 +7,7 @@ that the program was compiled with: those may be what is wrong.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from jaxpar.sharding import Placement, shard_bytes
 from jaxpar.state import TrainState
 from jaxpar.tree import named_leaves
 
+# The program is only looked at. Where the arrays lie is decided long before the code is made fast.
+_COARSE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_gpu_autotune_level": 0}
+
 
 class ContractError(RuntimeError):
     """The compiled program does not hold an array as the layout promises: a bug, never the user's mistake."""
@@ -35,6 +39,23 @@ class LeafBytes:
     name: str
     promised: int
     compiled: int
+
+
+def compile_step(built: Built, *base: Any) -> jax.stages.Compiled:
+    """The compiled train step, once its state and, from ZeRO-2 on, its gradients are seen to lie as promised.
+
+    In the step the gradients are temporaries without a name, so they are looked at in a program of their own, which is
+    compiled at the same time. Below level 2 they lie as the weights do in the computation, and there is nothing to see.
+    """
+    lowered = built.step.lower(built.abstract_state, built.abstract_batch, *base)
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as beside:
+        splits = built.config.parallel.zero >= 2 and any(built.mesh.shape[axis] > 1 for axis in built.layout.zero_axes)
+        gradients = beside.submit(check_gradients, built, *base) if splits else None
+        compiled = lowered.compile()
+        if gradients is not None:
+            gradients.result()
+    check_step(built, compiled)
+    return compiled
 
 
 def check_step(built: Built, compiled: jax.stages.Compiled) -> list[LeafBytes]:
@@ -54,15 +75,14 @@ def check_step(built: Built, compiled: jax.stages.Compiled) -> list[LeafBytes]:
     return _require(rows)
 
 
-def check_gradients(built: Built) -> list[LeafBytes]:
-    """Compile the gradient function alone, with free output shardings, and compare every gradient with the promise."""
-    params, batch = built.abstract_state.params, built.abstract_batch
+def check_gradients(built: Built, *base: Any) -> list[LeafBytes]:
+    """Compile the gradient function alone, with free output shardings, and compare every gradient with the promise.
 
-    def gradients(params: Any, batch: Any) -> Any:
-        return built.grad_fn(params, batch, None, jax.numpy.float32(1.0))[1]
-
-    compiled = jax.jit(gradients).lower(params, batch).compile()
-    found = named_leaves(compiled.output_shardings)
+    `base`: the frozen weights, abstract, of a run that trains an adapter.
+    """
+    params = built.abstract_state.params
+    lowered = built.gradients.lower(params, built.abstract_batch, *base)
+    found = named_leaves(lowered.compile(_COARSE).output_shardings)
     leaves = named_leaves(params)
     rows = [
         LeafBytes("gradients", p.path, _held(built, p, leaves[name], from_level=2), _bytes(leaves[name], found[name]))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.build import FIRST_LOSS_SCALE, Built, build
+from jaxpar.build import FIRST_LOSS_SCALE, Built, build, gradients_alone
 from jaxpar.config import Config, LoraConfig
 from jaxpar.errors import raise_together
 from jaxpar.models.loss import Sums
@@ -231,6 +231,9 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
         with jax.default_matmul_precision(policy.matmul or "default"):
             return train_step(state, batch, rules)
 
+    def gradients(adapter: Adapter, batch: Any, base: Transformer) -> Any:
+        return gradients_alone(_grad_fn(config, base, frozen, placements), adapter, batch)
+
     def evaluate(adapter: Adapter, batch: Any, base: Transformer) -> Sums:
         with jax.default_matmul_precision(policy.matmul or "default"):
             if frozen.pipeline is not None:
@@ -240,6 +243,7 @@ def make_tuning(config: Config, devices: Sequence[Any] | None = None) -> Tuning:
     built = dataclasses.replace(
         frozen,
         config=config,
+        gradients=jax.jit(gradients),
         init=jax.jit(init, out_shardings=shardings),
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.whole)),
         evaluate=jax.jit(evaluate, out_shardings=layout.whole),

@@ -17,7 +17,7 @@ from jaxpar import config_file, validate
 from jaxpar.build import FIRST_LOSS_SCALE, Built, build
 from jaxpar.checkpoint import Checkpoints, Restored, folders
 from jaxpar.config import Config
-from jaxpar.contract import check_step, class_bytes
+from jaxpar.contract import class_bytes, compile_step
 from jaxpar.data import Data, Loader, open_data, required_vocab
 from jaxpar.errors import UserError
 from jaxpar.lines import Lines, truncate_after
@@ -79,8 +79,7 @@ def train(config: Config, workdir: str | Path, *, devices: int | None = None) ->
         with watch.busy("compile"):
             _use_compile_cache(config, workdir)
             base = (tuning.abstract_base,) if tuning else ()
-            step: Any = built.step.lower(built.abstract_state, built.abstract_batch, *base).compile()
-            check_step(built, step)
+            step: Any = compile_step(built, *base)
         checkpoints = stack.enter_context(
             Checkpoints(
                 workdir / "checkpoints",

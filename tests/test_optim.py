@@ -17,7 +17,7 @@ import jaxpar.state as state_module
 from jaxpar import sharding
 from jaxpar.build import build
 from jaxpar.config import OptimizerConfig
-from jaxpar.contract import ContractError, check_gradients, check_step
+from jaxpar.contract import ContractError, check_gradients, check_step, compile_step
 from jaxpar.layout_check import put, random_batch, relative_error
 from jaxpar.names import is_matrix
 from jaxpar.optim import decay_counts, make_optimizer, make_schedule
@@ -110,6 +110,15 @@ def test_gradients_lie_where_zero_promises(zero):
     rows = {row.name: row.compiled for row in check_gradients(built)}
     up = 2 * 64 * 64 * 4 // 2
     assert rows["blocks/mlp/up"] == (up // 4 if zero >= 2 else up)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_run_does_not_start_where_gradients_lie_whole(zero, monkeypatch):
+    config = tiny(parallel={"data": 4, "tensor": 2, "zero": zero}, optimizer=OptimizerConfig())
+    compile_step(build(config))
+    monkeypatch.setattr(sharding.Placement, "gradient", property(lambda placed: placed.compute))
+    with pytest.raises(ContractError, match="gradients blocks/mlp/up: 16384 bytes per device, promised 4096"):
+        compile_step(build(config))
 
 
 def test_a_broken_promise_is_named():
