@@ -33,7 +33,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "sweep or not sweep" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "sweep or not sweep" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
         results = _on_tasks(args, config, weights, str(spec))
         print(json.dumps(results, default=str) if args.json else _table(results))
         return 0
+    from jaxpar.data.prepare import in_flags
     from jaxpar.evaluate import evaluate_files
 
     data = dataclasses.replace(
@@ -51,7 +52,10 @@ def main(argv: list[str]) -> int:
         tokenizer=spec or "bytes",
     )
     with tempfile.TemporaryDirectory() as scratch:
-        values = evaluate_files(dataclasses.replace(config, data=data), weights, args.cache or Path(scratch))
+        try:
+            values = evaluate_files(dataclasses.replace(config, data=data), weights, args.cache or Path(scratch))
+        except UserError as error:  # the data is named by flags here
+            raise UserError(*map(in_flags, error.problems)) from error
     print(json.dumps(values) if args.json else "  ".join(f"{key} {value:.6g}" for key, value in values.items()))
     return 0
 

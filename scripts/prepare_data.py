@@ -63,10 +63,10 @@ def main() -> int:
         )
         prepare(options)
     except UserError as error:
-        print(f"prepare_data: {in_flags(str(error))}", file=sys.stderr)
+        print(f"prepare_data.py: error: {in_flags(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("prepare_data: interrupted; start again to go on", file=sys.stderr)
+        print("prepare_data.py: interrupted; start again to go on", file=sys.stderr)
         return 130
     return 0
 

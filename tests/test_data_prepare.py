@@ -234,7 +234,7 @@ def test_mistakes_end_with_one_message(tmp_path):
         ([tmp_path / "nothing", f"--output={tmp_path}/o"], "matches no file"),
         (
             [tmp_path / "a.jsonl", f"--output={tmp_path}/o", "--tokenizer=none.json"],
-            "prepare_data: --tokenizer: none.json does not exist",
+            "prepare_data.py: error: --tokenizer: none.json does not exist",
         ),
         ([tmp_path / "a.jsonl"], "want INPUT and --output"),
     ]:

@@ -138,6 +138,14 @@ def test_files_give_the_loss_of_the_logits(folder, tmp_path):
     assert values["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
+def test_a_missing_key_is_named_by_its_flag(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"body": "one"}\n')
+    command = [sys.executable, "scripts/evaluate.py", f"--model={folder}", str(tmp_path / "rows.jsonl"), "--seq-len=16"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "no key 'text'; the row has ['body'] (set --text-key)" in done.stderr
+
+
 def test_files_and_tasks_exclude_each_other(folder):
     done = run(folder)
     assert done.returncode == 2
