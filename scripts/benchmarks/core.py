@@ -1,9 +1,9 @@
 """The step against a hand-written one, the bytes of its arguments, the memory of its creation, the start-up time.
 
 The floor is a single-file transformer step that knows nothing of jaxpar: plain dictionaries, no names, no rules. Both
-run the same sizes in turn, so a noisy machine slows both. With data 8 a device gets 1,024 tokens per step; the last
-row of steps has 256, where the update of all parameters on every device weighs most, and with it the skip of steps that
-are not finite, which the hand-written step does not have.
+run the same sizes in turn, and a step is divided by its neighbour, so a machine that slows for a while slows both. With
+data 8 a device gets 1,024 tokens per step; the last row of steps has 256, where the update of all parameters on every
+device weighs most, and with it the skip of steps that are not finite, which the hand-written step does not have.
 """
 
 from __future__ import annotations
@@ -81,12 +81,11 @@ def _steps() -> Iterator[dict[str, Any]]:
         floor = _hand_written(built, batch)
         for runner in (ours, floor):
             runner.run()
-        times: dict[_Runner, list[float]] = {ours: [], floor: []}
+        ratios = []
         for i in range(ROUNDS):
-            for runner in (ours, floor) if i % 2 else (floor, ours):
-                times[runner].append(runner.run())
-        ratio = statistics.median(times[ours]) / statistics.median(times[floor])
-        yield _row(f"step time / hand-written step, {name}", ratio, 1.05)
+            pair = {runner: runner.run() for runner in ((ours, floor) if i % 2 else (floor, ours))}
+            ratios.append(pair[ours] / pair[floor])
+        yield _row(f"step time / hand-written step, {name}", statistics.median(ratios), 1.05)
 
 
 class _Runner:
