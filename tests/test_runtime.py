@@ -35,19 +35,21 @@ def start(code: str) -> subprocess.Popen:
 
 
 class Board:
-    """Notes of the others; a note without a time comes from a process that is alive, notes of None from nowhere."""
+    """What process 0 reads of the others. Notes marked as alive change; instead of notes, None: nobody answers."""
 
-    def __init__(self, notes):
-        self.notes = notes
+    def __init__(self, notes, alive=()):
+        self.notes, self.alive, self.reads = notes, alive, 0
 
     def pin(self, rank, note):
         if self.notes is None:  # a stopped service answers nobody
             threading.Event().wait(30.0)
-        else:
-            self.notes[rank] = note
+            raise RuntimeError("the service is gone")
+        self.notes[rank] = note
 
-    def read(self):
-        return {rank: {"time": time.time()} | note for rank, note in self.notes.items()}
+    def read(self, rank=None):
+        self.reads += 1
+        found = {who: note | ({"number": self.reads} if who in self.alive else {}) for who, note in self.notes.items()}
+        return found if rank is None else {rank: found[rank]}
 
 
 def run_dog(timeout_s, seconds, act, **settings):
@@ -91,10 +93,19 @@ def test_time_inside_busy_does_not_count():
 
 
 def test_a_peer_that_compiles_is_waited_for_and_a_silent_one_is_not():
-    peer = {"step": None, "busy": "compile"}
-    assert run_dog(0.2, 2.5, lambda dog: None, num_processes=2, board=Board({1: peer})) == []
-    stale = {"time": time.time() - 3600, "step": None, "busy": "compile"}
-    assert run_dog(0.2, 5.0, lambda dog: None, num_processes=2, board=Board({1: stale})) == [exits.RETRY]
+    def board(**settings):
+        return Board({1: {"step": None, "busy": "compile"}}, **settings)
+
+    assert run_dog(0.2, 2.5, lambda dog: None, num_processes=2, board=board(alive=[1])) == []
+    assert run_dog(0.2, 5.0, lambda dog: None, num_processes=2, board=board()) == [exits.RETRY]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_process_0_tells_the_others_whom_they_wait_for(busy, capfd):
+    note = {"step": 3, "busy": None, "others_busy": busy, "suspects": ["process 2 is behind: at step 1"]}
+    ended = run_dog(0.2, 2.0, lambda dog: None, rank=1, num_processes=3, board=Board({0: note}, alive=[0]))
+    assert ended == ([] if busy else [exits.RETRY])
+    assert ("process 2 is behind" in capfd.readouterr().err) == (not busy)
 
 
 def test_a_busy_process_ends_when_a_peer_is_lost_and_waits_for_a_live_one():
@@ -102,30 +113,33 @@ def test_a_busy_process_ends_when_a_peer_is_lost_and_waits_for_a_live_one():
         with dog.busy("save"):
             time.sleep(4.0)
 
-    lost = {"time": time.time() - 3600, "step": 8, "busy": None}
-    assert exits.RETRY in run_dog(0.2, 5.0, save, num_processes=2, board=Board({1: lost}))
+    def board(**settings):
+        return Board({1: {"step": 8, "busy": "save"}}, **settings)
+
+    assert exits.RETRY in run_dog(0.2, 5.0, save, num_processes=2, board=board())
     assert exits.RETRY in run_dog(0.2, 5.0, save, rank=1, num_processes=2, board=Board(None))
-    live = {"step": 8, "busy": "save"}
-    assert run_dog(0.2, 0.5, save, num_processes=2, board=Board({1: live})) == []
+    assert run_dog(0.2, 0.5, save, num_processes=2, board=board(alive=[1])) == []
 
 
-def test_a_peer_with_a_wrong_clock_is_not_lost(monkeypatch):
-    class Behind(Board):
-        def read(self):
-            return {1: {"time": time.time() - 3600, "step": None, "busy": "save"}}
-
+def test_a_peer_that_left_in_good_order_is_not_lost():
     def save(dog):
         with dog.busy("save"):
             time.sleep(3.0)
 
-    assert run_dog(0.2, 0.5, save, num_processes=2, board=Behind({})) == []
+    board = Board({0: {"step": 8, "busy": None}})
+    with Watchdog(5.0, rank=1, num_processes=2, board=board):
+        pass
+    time.sleep(0.2)  # a thread pins the last note
+    assert board.notes[1]["left"]
+    assert run_dog(0.2, 0.5, save, num_processes=2, board=board) == []
 
 
 def test_a_bark_is_answered_before_the_own_time_is_over(capfd):
     barks = {"step": 3, "busy": None, "barks": True}
+    board = Board({1: barks}, alive=[1])
     began = time.monotonic()
-    assert run_dog(8.0, 20.0, lambda dog: None, num_processes=2, board=Board({1: barks})) == [exits.RETRY]
-    assert time.monotonic() - began < 7.0  # half of the time, and a beat for the others to bark
+    assert run_dog(8.0, 20.0, lambda dog: None, num_processes=2, board=board) == [exits.RETRY]
+    assert time.monotonic() - began < 7.5  # half of the time, and beats for the others to hear it
     assert "process 0 of 2 waited 4." in capfd.readouterr().err
 
 
@@ -156,19 +170,19 @@ def test_a_coordinator_that_does_not_answer_is_named(capfd):
 
 
 def test_suspects_are_named():
-    notes = {
-        0: {"time": 100.0, "step": 7, "busy": None},
-        1: {"time": 60.0, "step": 6, "busy": None},
-        2: {"time": 99.0, "step": 5, "busy": "save"},
-    }
-    lines = watchdog.suspects(notes, 4, now=100.0, step=7, stale_s=10.0)
+    notes = {1: {"step": 6, "busy": None}, 2: {"step": 5, "busy": "save"}, 4: {"step": 7, "busy": None}}
+    lines = watchdog.suspects(notes, {1: 40.0, 2: 1.0, 4: 0.5}, range(1, 5), step=7, stale_s=10.0)
     assert lines == [
         "process 1 is missing: silent for 40.0 s, last at step 6",
         "process 2 is behind: at step 5, save",
         "process 3 never reported: it did not reach the training loop",
     ]
-    (line,) = watchdog.suspects({0: notes[0]}, 1, now=100.0, step=7, stale_s=10.0)
-    assert "a collective does not return" in line
+
+
+def test_a_collective_that_does_not_return_is_named(capfd):
+    board = Board({1: {"step": None, "busy": None}}, alive=[1])
+    assert run_dog(0.2, 5.0, lambda dog: None, num_processes=2, board=board) == [exits.RETRY]
+    assert "a collective does not return" in capfd.readouterr().err
 
 
 # -- signals ------------------------------------------------------------

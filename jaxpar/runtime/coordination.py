@@ -111,12 +111,19 @@ class Board:
         if self._client is not None:
             self._client.key_value_set(f"{self._prefix}{rank}", json.dumps(note), allow_overwrite=True)
 
-    def read(self) -> dict[int, dict[str, Any]]:
-        """Notes by process; waits for good if process 0, where the service lives, is stopped."""
+    def read(self, rank: int | None = None) -> dict[int, dict[str, Any]]:
+        """Notes by process, of all or of one; waits for good if process 0, where the service lives, is stopped."""
         if self._client is None:
             return {}
-        found = self._client.key_value_dir_get(self._prefix)
-        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+        if rank is None:
+            found = self._client.key_value_dir_get(self._prefix)
+            return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+        try:
+            return {rank: json.loads(self._client.key_value_try_get(f"{self._prefix}{rank}"))}
+        except RuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return {}
+            raise
 
 
 def _client() -> Any:

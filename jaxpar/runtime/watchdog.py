@@ -6,10 +6,10 @@ heartbeat goes on. The watchdog of each process notes when the last step finishe
 - no step has finished for `timeout_s`, unless a process is alive and compiling, saving or evaluating, or
 - for half of that no step has finished here, busy or not, and another process, whose watchdog would report in any
   state, has been silent for three quarters of it: so a frozen process is found before `timeout_s` is over, or
-- another process barks.
+- for half of that no step has finished here, and another process barks.
 
-To bark is to print all Python stacks, name the processes that fell silent or behind, give the others one beat to do
-the same, and end the process with exit code 75, so that a supervisor starts all of them again. Time in which the whole
+To bark is to print all Python stacks, name the processes that fell silent or behind, give the others time to do the
+same, and end the process with exit code 75, so that a supervisor starts all of them again. Time in which the whole
 process was stopped, as by a scheduler that suspends a job, does not count.
 """
 
@@ -20,7 +20,7 @@ import faulthandler
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxpar.runtime.coordination import Board
@@ -28,6 +28,8 @@ from jaxpar.runtime.exits import RETRY, leave
 from jaxpar.runtime.peers import Note, Peers
 
 _LOOKS_PER_BEAT = 4
+_BEATS_TO_HEAR = 2.5  # a bark reaches process 0 within a beat, and from there all others within the next
+_NOBODY = "every process answers and none is behind or busy: a collective does not return (network or driver)"
 _COORDINATOR_SILENT = "process 0, which coordinates, does not answer: it is stopped or its host is lost"
 
 
@@ -46,7 +48,7 @@ class Watchdog:
         self.timeout_s = timeout_s
         self._rank, self._num_processes, self._end = rank, num_processes, end
         self._beat_s = min(max(timeout_s / 8, 0.05), 30.0)
-        self._stale_s = 3 * self._beat_s + 1.0  # a note older than this comes from a process that fell silent
+        self._stale_s = 3 * self._beat_s + 1.0  # whose note has stood for longer fell silent
         self._patience_s = max(0.75 * timeout_s, self._stale_s)
         self._peers = Peers(board, rank, num_processes)
         self._lock = threading.Lock()
@@ -63,6 +65,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._peers.exchange({"step": self._step, "busy": None, "left": True})
 
     def finished(self, step: int) -> None:
         """Step `step` is done."""
@@ -93,7 +96,7 @@ class Watchdog:
                 busy, step, silent_s = list(self._busy), self._step, now - self._last
             if now - exchanged >= self._beat_s:
                 exchanged = now
-                self._peers.exchange(self._note(step, busy), read=silent_s > self.timeout_s / 4)
+                self._peers.exchange(self._note(step, busy, silent_s))
             if self._is_stuck(silent_s, bool(busy)) and not self._stop.is_set():
                 self._bark(step, silent_s)
                 return
@@ -112,22 +115,26 @@ class Watchdog:
         return silent_s > self.timeout_s and not is_busy and not self._somebody_is_busy()
 
     def _somebody_is_lost(self) -> bool:
-        lost = self._peers.lost(patience_s=self._patience_s, beat_s=self._beat_s)
-        return bool(lost) or self._peers.unanswered_s > self._patience_s
+        return max([self._peers.unanswered_s, *self._peers.silent_s.values()]) > self._patience_s
 
     def _somebody_barks(self) -> bool:
         return any(note.get("barks") for note in self._peers.notes.values())
 
     def _somebody_is_busy(self) -> bool:
-        now = time.time()
+        silent_s = self._peers.silent_s
         return any(
-            note["busy"] and now - note["time"] <= self._stale_s
+            (note["busy"] or note.get("others_busy")) and silent_s[rank] <= self._stale_s
             for rank, note in self._peers.notes.items()
-            if rank != self._rank
         )
 
-    def _note(self, step: int | None, busy: list[str]) -> Note:
-        return {"time": time.time(), "step": step, "busy": busy[-1] if busy else None}
+    def _note(self, step: int | None, busy: list[str], silent_s: float) -> Note:
+        """What the others may want to know; from process 0, who alone hears of all, also what it knows of them."""
+        note: Note = {"step": step, "busy": busy[-1] if busy else None}
+        if self._rank == 0 and self._num_processes > 1:
+            note["others_busy"] = self._somebody_is_busy()
+            if silent_s > self.timeout_s / 4:
+                note["suspects"] = self._suspects(step)
+        return note
 
     def _bark(self, step: int | None, silent_s: float) -> None:
         where = f"process {self._rank} of {self._num_processes}"
@@ -140,39 +147,45 @@ class Watchdog:
             print("\n".join(lines), file=sys.stderr, flush=True)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             print(f"watchdog: {where} ends with exit code {RETRY}", file=sys.stderr, flush=True)
-        self._let_others_bark(step)
+        self._let_others_bark(step, silent_s)
         self._end(RETRY)
 
-    def _let_others_bark(self, step: int | None) -> None:
-        """Stay for a beat: the end of this process ends the others, who could then no longer tell what they know."""
-        if self._num_processes > 1:
-            self._peers.exchange(self._note(step, []) | {"barks": True}, read=False)
-            self._stop.wait(self._beat_s * (1 + 1 / _LOOKS_PER_BEAT))
+    def _let_others_bark(self, step: int | None, silent_s: float) -> None:
+        """Stay for a while: the end of this process ends the others, who could then not tell what they know."""
+        until = time.monotonic() + _BEATS_TO_HEAR * self._beat_s
+        while self._num_processes > 1 and time.monotonic() < until and not self._stop.wait(self._beat_s / 2):
+            self._peers.exchange(self._note(step, [], silent_s) | {"barks": True})
 
     def _suspects(self, step: int | None) -> list[str]:
         if self._num_processes == 1:
             return []
         if self._peers.unanswered_s > 2 * self._beat_s:
             return [_COORDINATOR_SILENT]
-        return suspects(self._peers.notes, self._num_processes, now=time.time(), step=step, stale_s=self._stale_s)
+        notes = self._peers.notes
+        known = range(1, self._num_processes) if self._rank == 0 else [0]
+        lines = suspects(notes, self._peers.silent_s, known, step=step, stale_s=self._stale_s)
+        return lines or ([_NOBODY] if self._rank == 0 else notes[0].get("suspects", []))
 
 
-def suspects(notes: dict[int, Note], num_processes: int, *, now: float, step: int | None, stale_s: float) -> list[str]:
-    """Sentences on the processes that hold up the rest; clocks of all hosts should agree within a second or so."""
+def suspects(
+    notes: Mapping[int, Note],
+    silent_s: Mapping[int, float],
+    ranks: Iterable[int],
+    *,
+    step: int | None,
+    stale_s: float,
+) -> list[str]:
+    """Sentences on the processes among `ranks` that hold up the rest."""
     lines = []
-    for rank in range(num_processes):
+    for rank in ranks:
         note = notes.get(rank)
         if note is None:
             lines.append(f"process {rank} never reported: it did not reach the training loop")
-        elif now - note["time"] > stale_s:
-            lines.append(
-                f"process {rank} is missing: silent for {now - note['time']:.1f} s, last at step {note['step']}"
-            )
+        elif silent_s[rank] > stale_s:
+            lines.append(f"process {rank} is missing: silent for {silent_s[rank]:.1f} s, last at step {note['step']}")
         elif (note["step"] or 0) < (step or 0):
             lines.append(f"process {rank} is behind: at step {note['step']}" + _doing(note))
-    return lines or [
-        "every process answers and none is behind or busy: a collective does not return (network or driver)"
-    ]
+    return lines
 
 
 def _doing(note: Note) -> str:
