@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import logging
 import os
 import re
 import sys
@@ -109,7 +110,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run `main(argv)` and exit: 2 with one message for a user's mistake, 130 for Ctrl-C, else what main returns."""
+    """Run `main(argv)` and exit: 2 with one message for a user's mistake, 130 for Ctrl-C, else what main returns.
+
+    What the library logs (a mode it picked and why, files it left out) goes to stderr.
+    """
+    library = logging.getLogger("jaxpar")
+    library.addHandler(logging.StreamHandler())
+    library.setLevel(logging.INFO)
     try:
         code = main(sys.argv[1:]) or 0
         _flush()

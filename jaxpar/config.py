@@ -182,7 +182,7 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
-    momentum: float | None = None  # sgd
+    momentum: float | None = None  # sgd (None: 0) and muon (None: 0.95)
     max_skipped: int = 10  # stop after this many non-finite steps in a row
 
 

@@ -84,8 +84,8 @@ def run_steps(run: Run) -> Outcome:
     config, step = run.config, int(run.state.step)
     history: list[dict[str, Any]] = []
     saved_at = step if step else -1
-    logged_tokens = _TokenSum()
-    exit_code, last_logged = 0, step
+    since_log = _SinceLog()
+    exit_code = 0
     while step < config.steps:
         try:
             with run.watch.waiting("data"):
@@ -98,14 +98,13 @@ def run_steps(run: Run) -> Outcome:
             jax.block_until_ready(metrics["loss"])  # simulated devices share few cores: no use in running ahead
         step += 1
         _log_samples(run, step)
-        logged_tokens.add(metrics["tokens"])
+        since_log.add(metrics)
         run.progress.advance(step)
         last = step == config.steps
         every = config.eval_interval if run.evaluate else None
         evaluate_now = every is not None and (step % every == 0 or last)
         if evaluate_now or step % config.log_interval == 0 or last or step == 1:
-            history.append(_log(run, step, metrics, logged_tokens.take(), step - last_logged, evaluate_now))
-            last_logged = step
+            history.append(_log(run, step, *since_log.fetch(), evaluate_now))
         run.watch.finished(step)
         if config.checkpoint.interval and step % config.checkpoint.interval == 0:
             _save(run, step, history)
@@ -121,27 +120,33 @@ def run_steps(run: Run) -> Outcome:
     return Outcome(step, exit_code, history[-1] if history else {}, history)
 
 
-class _TokenSum:
-    """Trained tokens since the last log line, added up on the devices."""
+class _SinceLog:
+    """The metrics of the last step, and of every step since the last log line what none of them may hide."""
+
+    EVERY = ("tokens", "skipped")
 
     def __init__(self) -> None:
-        self._parts: list[jax.Array] = []
+        self._last: Mapping[str, jax.Array] = {}
+        self._every: list[list[jax.Array]] = []
 
-    def add(self, tokens: jax.Array) -> None:
-        self._parts.append(tokens)
+    def add(self, metrics: Mapping[str, jax.Array]) -> None:
+        self._last = metrics
+        self._every.append([metrics[name] for name in self.EVERY])
 
-    def take(self) -> int:
-        total = sum(float(part) for part in jax.device_get(self._parts))
-        self._parts = []
-        return int(total)
+    def fetch(self) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        """Values of the last step, and one per step of `EVERY`; the one fetch of the interval."""
+        last, every = jax.device_get((dict(self._last), self._every))
+        self._every = []
+        values = {name: np.asarray(value).tolist() for name, value in last.items()}
+        return values, {name: [float(row[i]) for row in every] for i, name in enumerate(self.EVERY)}
 
 
 def _log(
-    run: Run, step: int, metrics: Mapping[str, jax.Array], tokens: int, steps: int, evaluate_now: bool
+    run: Run, step: int, values: dict[str, Any], every: dict[str, list[float]], evaluate_now: bool
 ) -> dict[str, Any]:
-    """Fetch the metrics of one step, evaluate if asked, write and show one row; stops a run that no longer learns."""
-    values = {name: np.asarray(value).tolist() for name, value in jax.device_get(dict(metrics)).items()}
-    rates = run.throughput.interval(steps=max(steps, 1), tokens=tokens)
+    """Evaluate if asked, write and show one row of the metrics of a step; stops a run that no longer learns."""
+    tokens, skipped = int(sum(every["tokens"])), [int(count) for count in every["skipped"]]
+    rates = run.throughput.interval(steps=max(len(skipped), 1), tokens=tokens)
     row = {**values, "interval_tokens": tokens, **rates.as_metrics()}
     if evaluate_now:
         assert run.evaluate is not None
@@ -149,31 +154,40 @@ def _log(
             row |= run.evaluate(run.state)
     run.writer.write(step, row)
     run.progress.log(step, row)
-    if values["tokens"] == 0:
-        run.progress.message(f"warning: step {step} had no trained token; nothing was updated")
-    if values["skipped"]:
+    first = step - len(skipped) + 1
+    if empty := [first + i for i, count in enumerate(every["tokens"]) if count == 0]:
+        run.progress.message(f"warning: {_steps(empty)} had no trained token and updated nothing")
+    if bad := [first + i for i, count in enumerate(skipped) if count]:
         run.progress.message(
-            f"warning: step {step} is not finite: {values['skipped']} skipped in a row, "
-            f"{values['skipped_total']} in all"
+            f"warning: {_steps(bad)} not finite: {max(skipped)} skipped in a row, {values['skipped_total']} in all"
         )
-    if values["skipped"] >= run.config.optimizer.max_skipped:
+    if max(skipped, default=0) >= run.config.optimizer.max_skipped:
         run.checkpoints.wait()
-        raise NonFiniteError(_diverged(run, step, values["skipped"]))
+        raise NonFiniteError(_diverged(run, step, first + skipped.index(max(skipped)), max(skipped)))
     return {"step": step, **row}
+
+
+def _steps(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+    return f"step{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 class NonFiniteError(RuntimeError):
     """Training diverged: too many non-finite steps in a row."""
 
 
-def _diverged(run: Run, step: int, skipped: int) -> str:
-    first = step - skipped + 1
+def _diverged(run: Run, step: int, last: int, skipped: int) -> str:
+    """Why a run stops at `step`: `skipped` steps up to `last` changed nothing."""
+    first = last - skipped + 1
     saved = ", ".join(map(str, run.checkpoints.steps())) or "none"
-    return (
+    told = (
         f"stopped at step {step}: {skipped} steps in a row, from step {first} on, had a loss or gradient that is not "
         f"finite (optimizer.max_skipped = {run.config.optimizer.max_skipped}). A skipped step changes no parameter and "
-        f"no optimizer state, so those in every checkpoint ({saved}) are from before step {first}"
+        "no optimizer state"
     )
+    if last < step:
+        return f"{told}; step {last + 1} was finite again (checkpoints: {saved})"
+    return f"{told}, so those in every checkpoint ({saved}) are from before step {first}"
 
 
 def _save(run: Run, step: int, history: list[dict[str, Any]]) -> None:

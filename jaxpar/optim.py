@@ -62,6 +62,8 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     if config.name == "muon":
         return contrib.muon(
             schedule,
+            beta=0.95 if config.momentum is None else config.momentum,
+            eps=config.eps,
             adam_b1=config.b1,
             adam_b2=config.b2,
             weight_decay=config.weight_decay,

@@ -10,7 +10,7 @@ gradients and optimizer state each use the one or the other, by ZeRO level:
     2       compute      zero        zero
     3       zero         zero        zero
 
-A rule that cannot apply raises `UserError`; the one exception, vectors too short to split, is logged and reported.
+A rule that cannot apply raises `UserError`; the one exception, vectors too short to split, is in the sharding report.
 """
 
 from __future__ import annotations

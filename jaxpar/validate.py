@@ -46,6 +46,7 @@ MORE_THAN_ZERO = """model.norm_eps model.rope.base model.rope.local_base model.r
     model.init_std model.swiglu_alpha model.swiglu_limit model.latent.norm_eps model.moe.weight_scale
     model.moe.capacity_factor optimizer.clip_norm runtime.step_timeout_s metrics.peak_tflops lora.alpha"""
 LARGEST_SEED = 2**32 - 1  # jax takes the lower 32 bits of larger ones
+_FLOAT32_MAX = 3.4e38
 LESS_THAN_ONE = "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum loss.label_smoothing data.eval_fraction"
 AT_MOST_ONE = "model.rope.fraction optimizer.final_fraction"
 
@@ -200,6 +201,8 @@ def _sequence(config: Config, sizes: Sizes) -> Iterator[str]:
     if config.parallel.sequence_parallel:
         factors["parallel.tensor (sequence_parallel)"] = tensor
     yield from _indivisible("seq_len", config.seq_len, math.prod(factors.values()), _product(factors))
+    if (chunk := config.loss.chunk_tokens) is not None and 0 < chunk < config.seq_len:
+        yield from _indivisible("loss.chunk_tokens", chunk, context, f"parallel.context = {context}")
     if config.seq_len % pieces or config.model.num_heads % tensor or config.model.num_heads % config.model.kv_heads:
         return  # said here or by `_attention`
     try:
@@ -284,6 +287,11 @@ def _options(config: Config, sizes: Sizes) -> Iterator[str]:
         yield (
             "model.attention_sinks = True with model.attention = cudnn: that kernel has no sinks; "
             'use model.attention = "xla", or "auto", which takes it'
+        )
+    if model.attention_soft_cap is not None and model.attention == "cudnn":
+        yield (
+            f"model.attention_soft_cap = {model.attention_soft_cap} with model.attention = cudnn: that kernel has no "
+            'soft cap; use model.attention = "xla", or "auto", which takes it'
         )
     if model.latent.kv_rank:
         if model.attention_sinks:
@@ -453,6 +461,8 @@ def _training(config: Config) -> Iterator[str]:
             f"optimizer.warmup_steps + decay_steps = {optimizer.warmup_steps} + {optimizer.decay_steps} is more than "
             f"steps = {config.steps}; use decay_steps = {config.steps - optimizer.warmup_steps} at most"
         )
+    if optimizer.learning_rate > _FLOAT32_MAX:
+        yield f"optimizer.learning_rate = {optimizer.learning_rate:g} is infinite in float32; use a smaller one"
     if optimizer.momentum is not None and optimizer.name not in ("sgd", "muon"):
         yield f"optimizer.momentum = {optimizer.momentum} is for sgd, but optimizer.name = {optimizer.name}; use b1"
     if config.lora.base != "float32" and not config.lora.rank:

@@ -7,14 +7,17 @@ import math
 
 from jaxpar import cli
 from jaxpar.config import ParallelConfig
-from jaxpar.errors import UserError
-from jaxpar.validate import AXES
+from jaxpar.errors import UserError, raise_together
+from jaxpar.validate import AXES, problems
 
 
 def main(argv: list[str]) -> int:
     parser = cli.Parser("Compare a config's mesh with one device; exit code 1 above the tolerance.", check=False)
     args = parser.parse(argv)
     config = args.config
+    # Rows and the length of a row are chosen anew; of everything else a mistake would be shrunk out of sight.
+    own = ("global_batch", "accumulation", "seq_len")
+    raise_together([problem for problem in problems(config, args.devices) if not problem.startswith(own)])
     needed = args.devices or _devices(config.parallel)
     if needed == 1:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 
 from jaxpar import cli
@@ -36,10 +37,12 @@ def main(argv: list[str]) -> int:
     heartbeat_s = args.config.runtime.heartbeat_s
     if not join_processes(processes, heartbeat_s=heartbeat_s, local_devices=args.devices) and args.devices is not None:
         simulate_devices(args.devices)  # which sees to it that there are so many
+    import jax
+
+    if jax.process_index() != 0:
+        logging.getLogger("jaxpar").setLevel(logging.WARNING)  # one process tells what all of them decide
     config = args.config
     if automatic:
-        import jax
-
         from jaxpar.planner.auto import with_planned_layout
 
         config = with_planned_layout(config, args.gpu, print if jax.process_index() == 0 else lambda text: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -191,6 +192,9 @@ def test_nothing_held_out_is_said_where_an_evaluation_is_asked_for(tmp_path, cap
     settings = DataConfig(source="files", files=(f"{tmp_path}/a.jsonl",), eval_fraction=1e-9)
     open_data(Config(seq_len=SEQ, data=settings, eval_interval=5), tmp_path)
     assert "there is no evaluation; raise data.eval_fraction" in caplog.text
+    none = dataclasses.replace(settings, eval_fraction=0.0)
+    open_data(Config(seq_len=SEQ, data=none, eval_interval=5), tmp_path)
+    assert "data.eval_fraction = 0 and data.eval_files is empty: there is no evaluation" in caplog.text
 
 
 def test_ids_outside_the_model_vocabulary_are_refused(tmp_path):

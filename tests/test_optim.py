@@ -44,6 +44,21 @@ def test_decay_moves_exactly_the_matrices(family):
     assert undecayed == sum(leaf.size for name, leaf in named_leaves(params).items() if name not in wanted)
 
 
+@pytest.mark.parametrize("setting", ["momentum", "eps"])
+def test_muon_heeds_its_settings(setting):
+    params = build(tiny(), jax.devices()[:1]).init(jax.random.key(0)).params
+    found = []
+    for value in (0.1, 0.9):
+        rule = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", **{setting: value})
+        optimizer = make_optimizer(rule, make_schedule(rule, 10))
+        state = optimizer.init(params)
+        for scale in (1.0, -0.3):
+            grads = jax.tree.map(lambda p, scale=scale: scale * jax.numpy.cos(37.0 * p), params)
+            updates, state = optimizer.update(grads, state, params)
+        found.append(named_leaves(updates)["blocks/mlp/up"])
+    assert relative_error(*map(np.asarray, found)) > 1e-3
+
+
 def test_names_decide_not_ranks():
     assert not is_matrix(("layer", "embed"))
     assert not is_matrix(("layer", "heads", "head_dim"))

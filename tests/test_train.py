@@ -171,6 +171,19 @@ def test_check_layout_script(config):
     assert alone.returncode == 2
     assert "one device with itself" in alone.stderr
     assert "--config.parallel.data=4" in alone.stderr
+    heads = ("--config.model.num_heads=7", "--config.model.num_kv_heads=3", "--config.model.num_layers=-1")
+    wrong = script("check_layout", f"--config={config}", "--config.parallel.data=2", *heads)
+    assert wrong.returncode == 2, "what training would refuse is not shrunk out of sight"
+    assert "model.num_layers = -1" in wrong.stderr
+
+
+def test_what_the_library_picks_is_told(config, tmp_path):
+    """A mode and its reason, and KV heads that several shards compute, on stderr."""
+    mesh = ("--config.parallel.data=1", "--config.parallel.context=2", "--config.parallel.tensor=2")
+    done = script("inspect_sharding", f"--config={config}", *mesh, "--config.model.num_kv_heads=1", "--devices=4")
+    assert done.returncode == 0, done.stderr
+    assert "context parallelism: " in done.stderr
+    assert "1 KV heads on 2 tensor shards: each is computed on 2 of them" in done.stderr
 
 
 def test_inspect_sharding_script(config, tmp_path):

@@ -39,6 +39,11 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         {"model.attention": "auto"},
     ),
     (
+        {"model.attention_soft_cap": 30.0, "model.attention": "cudnn"},
+        ["model.attention_soft_cap = 30.0", "that kernel has no soft cap", 'use model.attention = "xla", or "auto"'],
+        {"model.attention": "auto"},
+    ),
+    (
         {"model.attention_sinks": True, "model.latent.kv_rank": 16},
         ["model.attention_sinks = True", "latent attention has none; use False"],
         {"model.attention_sinks": False},
@@ -277,6 +282,16 @@ REFUSED: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         {"optimizer.schedule": "wsd", "optimizer.warmup_steps": 600, "optimizer.decay_steps": 500},
         ["600 + 500", "use decay_steps = 400"],
         {"optimizer.decay_steps": 400},
+    ),
+    (
+        {"loss.chunk_tokens": 2, "parallel.context": 4, "parallel.data": 2},
+        ["loss.chunk_tokens = 2", "parallel.context = 4"],
+        {"loss.chunk_tokens": 4},
+    ),
+    (
+        {"optimizer.learning_rate": 1e39},
+        ["optimizer.learning_rate = 1e+39", "infinite in float32"],
+        {"optimizer.learning_rate": 1e-3},
     ),
     ({"loss.chunk_tokens": 48}, ["seq_len = 64", "chunk_tokens = 48"], {"loss.chunk_tokens": 32}),
     ({"optimizer.momentum": 0.5}, ["optimizer.momentum"], {"optimizer.momentum": None}),

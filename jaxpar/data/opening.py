@@ -88,6 +88,14 @@ def open_data(config: Config, workdir: Path) -> Data:
     return _assemble(config, names, train, evaluation, vocab_size, tokenizer)
 
 
+def _why_no_evaluation(settings: DataConfig) -> str:
+    if settings.eval_files:
+        return "data.eval_files hold no row: there is no evaluation"
+    if settings.eval_fraction == 0:
+        return "eval_interval is set, but data.eval_fraction = 0 and data.eval_files is empty: there is no evaluation"
+    return "no document fell into the held-out part: there is no evaluation; raise data.eval_fraction"
+
+
 def _assemble(
     config: Config,
     names: Sequence[str],
@@ -108,17 +116,14 @@ def _assemble(
             )
         rows = train[0].rows
     kept = [part for part in evaluation if part is not None]
-    if config.eval_interval is not None and evaluation and not kept:
-        held = "data.eval_files hold no row" if settings.eval_files else "no document fell into the held-out part"
-        hint = "" if settings.eval_files else "; raise data.eval_fraction"
-        log.warning("%s: there is no evaluation%s", held, hint)
+    if config.eval_interval is not None and not kept:
+        log.warning("%s", _why_no_evaluation(settings))
     held = [part.rows for part in kept]
     joined = held[0] if len(held) == 1 else None
     if len(held) > 1:
         joined = JoinedRows(tuple(held), config.seq_len, content_identity([one.identity for one in held]))
     trained = [part for part in train if part is not None]
     described = [part.description for part in [*trained, *kept]]
-    log.info("data: %s", "; ".join(described))
     return Data(
         train=rows,
         evaluation=joined,

@@ -1,0 +1,59 @@
+"""What the loop tells about steps that no log line falls on."""
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.config import Config, OptimizerConfig
+from jaxpar.loop import NonFiniteError, Run, run_steps
+
+
+def run_of(skipped: list[int], tokens: list[int], *, max_skipped: int = 3) -> tuple[Run, list[str]]:
+    """A run whose steps report these counters; it logs step 1, every tenth and the last."""
+    said: list[str] = []
+    idle = lambda what: contextlib.nullcontext()  # noqa: E731
+
+    def step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        i = int(state.step)
+        total = sum(count > 0 for count in skipped[: i + 1])
+        values = {"loss": 1.0, "tokens": tokens[i], "skipped": skipped[i], "skipped_total": total}
+        return SimpleNamespace(step=i + 1), {name: jnp.asarray(value) for name, value in values.items()}
+
+    made: Any = Run(
+        config=Config(steps=len(skipped), log_interval=10, optimizer=OptimizerConfig(max_skipped=max_skipped)),
+        step_fn=step, evaluate=None, state=SimpleNamespace(step=0), loader=SimpleNamespace(next_batch=dict, state=dict),
+        checkpoints=SimpleNamespace(wait=lambda: None, steps=lambda: [4], save=lambda *args: None),
+        writer=SimpleNamespace(write=lambda step, row: None),
+        progress=SimpleNamespace(advance=lambda step: None, log=lambda step, row: None, message=said.append),
+        throughput=SimpleNamespace(
+            interval=lambda steps, tokens: SimpleNamespace(as_metrics=dict), pause=idle
+        ),
+        watch=SimpleNamespace(
+            finished=lambda step: None, stop_requested=lambda step: False, busy=idle, waiting=idle
+        ),
+    )  # fmt: skip
+    return made, said
+
+
+def test_steps_between_log_lines_are_told_of():
+    run, said = run_of([0, 0, 1, 0, 0, 0, 1, 2, 0, 0], [8, 8, 8, 8, 0, 8, 8, 8, 8, 8])
+    run_steps(run)
+    assert said == [
+        "warning: step 5 had no trained token and updated nothing",
+        "warning: steps 3, 7, 8 not finite: 2 skipped in a row, 3 in all",
+    ]
+
+
+def test_a_streak_between_log_lines_stops_the_run():
+    run, _ = run_of([0, 0, 0, 1, 2, 3, 0, 0, 0, 0, 0], [8] * 11)
+    with pytest.raises(NonFiniteError, match=r"at step 10: 3 steps in a row, from step 4 on.*step 7 was finite"):
+        run_steps(run)
+
+
+def test_a_streak_that_goes_on_leaves_every_checkpoint_good():
+    run, _ = run_of([0] * 5 + list(range(1, 6)), [8] * 10)
+    with pytest.raises(NonFiniteError, match=r"5 steps in a row.*checkpoint \(4\) are from before step 6"):
+        run_steps(run)
