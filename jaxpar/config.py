@@ -252,7 +252,7 @@ class RuntimeConfig:
     """Processes, watchdog and compile cache."""
 
     step_timeout_s: float = 600.0  # longest time without a finished step
-    heartbeat_s: int = 30
+    heartbeat_s: int = 60  # after so long without one, jax takes a process for lost
     compile_cache: str | None = None  # folder of the persistent compile cache; None: "compile_cache" in the workdir
 
 

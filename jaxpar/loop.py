@@ -1,10 +1,11 @@
 """The Python loop: next batch, step, and at intervals log, evaluate and save.
 
-Between two log intervals nothing is fetched from the devices; the loop runs ahead of them.
+Between two log intervals nothing is fetched from the devices; the loop runs a few steps ahead of them.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -84,7 +85,7 @@ def run_steps(run: Run) -> Outcome:
     config, step = run.config, int(run.state.step)
     history: list[dict[str, Any]] = []
     saved_at = step if step else -1
-    since_log = _SinceLog()
+    since_log, ahead = _SinceLog(), _Ahead()
     exit_code = 0
     while step < config.steps:
         try:
@@ -94,9 +95,8 @@ def run_steps(run: Run) -> Outcome:
             exit_code = _data_ended(run, step)
             break
         run.state, metrics = run.step_fn(run.state, batch)
-        if jax.default_backend() == "cpu":
-            jax.block_until_ready(metrics["loss"])  # simulated devices share few cores: no use in running ahead
         step += 1
+        ahead.add(step, metrics["loss"])
         _log_samples(run, step)
         since_log.add(metrics)
         run.progress.advance(step)
@@ -105,7 +105,8 @@ def run_steps(run: Run) -> Outcome:
         evaluate_now = every is not None and (step % every == 0 or last)
         if evaluate_now or step % config.log_interval == 0 or last or step == 1:
             history.append(_log(run, step, *since_log.fetch(), evaluate_now))
-        run.watch.finished(step)
+        if (finished := ahead.finished()) is not None:
+            run.watch.finished(finished)
         if config.checkpoint.interval and step % config.checkpoint.interval == 0:
             _save(run, step, history)
             saved_at = step
@@ -118,6 +119,35 @@ def run_steps(run: Run) -> Outcome:
     with run.watch.busy("save"), run.throughput.pause("save"):
         run.checkpoints.wait()
     return Outcome(step, exit_code, history[-1] if history else {}, history)
+
+
+class _Ahead:
+    """Bounds how many steps the devices owe, and knows the last one that they have done.
+
+    A step counts as finished when its loss is there, not when it is handed to the devices.
+    """
+
+    def __init__(self) -> None:
+        # Simulated devices share few cores: no use in running ahead.
+        self._most = 0 if jax.default_backend() == "cpu" else 2
+        self._owed: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        self._finished: int | None = None
+
+    def add(self, step: int, loss: jax.Array) -> None:
+        self._owed.append((step, loss))
+        while len(self._owed) > self._most:
+            self._wait()
+
+    def finished(self) -> int | None:
+        """The last step that is done; waits for none."""
+        while self._owed and self._owed[0][1].is_ready():
+            self._wait()
+        return self._finished
+
+    def _wait(self) -> None:
+        step, loss = self._owed.popleft()
+        jax.block_until_ready(loss)
+        self._finished = step
 
 
 class _SinceLog:

@@ -167,7 +167,7 @@ def _check_spelling() -> None:
 def join_processes(
     processes: Processes | None,
     *,
-    heartbeat_s: int = 30,
+    heartbeat_s: int = 60,
     start_timeout_s: int = 300,
     local_devices: int | None = None,
 ) -> bool:

@@ -4,9 +4,11 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar import loop
 from jaxpar.config import Config, OptimizerConfig
 from jaxpar.loop import NonFiniteError, Run, run_steps
 
@@ -57,3 +59,36 @@ def test_a_streak_that_goes_on_leaves_every_checkpoint_good():
     run, _ = run_of([0] * 5 + list(range(1, 6)), [8] * 10)
     with pytest.raises(NonFiniteError, match=r"5 steps in a row.*checkpoint \(4\) are from before step 6"):
         run_steps(run)
+
+
+class Loss:
+    """A loss that a device has or still owes."""
+
+    def __init__(self, done: bool) -> None:
+        self.done = done
+
+    def is_ready(self) -> bool:
+        return self.done
+
+    def block_until_ready(self) -> None:
+        self.done = True
+
+
+def test_a_step_is_finished_when_its_loss_is_there(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ahead: Any = loop._Ahead()
+    owed = [Loss(False) for _ in range(4)]
+    ahead.add(1, owed[0])
+    assert ahead.finished() is None, "the devices owe it still"
+    ahead.add(2, owed[1])
+    ahead.add(3, owed[2])
+    assert owed[0].done, "the loop waits for a step before it is three ahead"
+    assert ahead.finished() == 1
+    owed[1].done = True
+    assert ahead.finished() == 2
+
+
+def test_simulated_devices_owe_nothing():
+    ahead: Any = loop._Ahead()
+    ahead.add(1, Loss(False))
+    assert ahead.finished() == 1

@@ -12,11 +12,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxpar.runtime.coordination import Board
 
 Note = dict[str, Any]
+
+
+class Heard(NamedTuple):
+    """The last note of another process, and for how long it has not changed."""
+
+    note: Note
+    silent_s: float  # 0 after it left in good order
 
 
 class Peers:
@@ -27,23 +34,16 @@ class Peers:
         self._rank = rank
         self._lock = threading.Lock()
         self._count = 0  # makes every note differ from the one before
-        self._notes: dict[int, Note] = {}
-        self._changed: dict[int, float] = {}  # when this process first saw the note that stands there now
+        self._notes: dict[int, tuple[Note, float]] = {}  # and when this process first saw the note
         self._asked: float | None = None  # when the exchange began that is still under way
 
-    @property
-    def notes(self) -> dict[int, Note]:
-        """The notes of other processes that were read last."""
-        with self._lock:
-            return dict(self._notes)
-
-    @property
-    def silent_s(self) -> dict[int, float]:
-        """For how long the notes of other processes have not changed; one that left in good order is not silent."""
+    def heard(self) -> dict[int, Heard]:
+        """What was read last, by process."""
         now = time.monotonic()
         with self._lock:
             return {
-                rank: 0.0 if self._notes[rank].get("left") else now - since for rank, since in self._changed.items()
+                rank: Heard(note, 0.0 if note.get("left") else now - since)
+                for rank, (note, since) in self._notes.items()
             }
 
     @property
@@ -65,18 +65,19 @@ class Peers:
     def forgive(self, pause_s: float) -> None:
         """Do not count the last `pause_s`, during which this process was itself stopped."""
         with self._lock:
-            self._changed = {rank: since + pause_s for rank, since in self._changed.items()}
+            self._notes = {rank: (note, since + pause_s) for rank, (note, since) in self._notes.items()}
             self._asked = None if self._asked is None else self._asked + pause_s
 
     def _exchange(self, board: Board, note: Note) -> None:
+        found: dict[int, Note] = {}
         try:
             board.pin(self._rank, note)
             found = board.read(None if self._rank == 0 else 0)
         except RuntimeError:  # the service is going away; the process will hear of that elsewhere
-            found = {}
-        found.pop(self._rank, None)
+            pass
         with self._lock:
             now = time.monotonic()
-            self._changed.update({rank: now for rank, note in found.items() if self._notes.get(rank) != note})
-            self._notes.update(found)
+            for rank, read in found.items():
+                if rank != self._rank and (rank not in self._notes or self._notes[rank][0] != read):
+                    self._notes[rank] = (read, now)
             self._asked = None

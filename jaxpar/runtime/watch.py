@@ -40,17 +40,18 @@ class RunWatch:
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Context in which no step is expected to finish: compiling, evaluating, saving."""
-        with self._watchdog.busy(what), self._ledger.phase(what):
-            yield
-        if self._ledger.step is None:
-            # Processes compile at different speeds, and the first collective waits only half a minute for the last
-            # one. Here the wait has no such limit; the watchdog has an eye on it.
-            self._assembly.meet()
+        with self._watchdog.busy(what):
+            with self._ledger.phase(what):
+                yield
+            if self._ledger.step is None:
+                # Processes compile at different speeds, and the first collective waits only half a minute for the last
+                # one. Here the wait has no such limit; the watchdog has an eye on it.
+                self._assembly.meet()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Context that is part of a step, with the watchdog's clock running: waiting for the next batch."""
-        with self._ledger.phase(what):
+        with self._watchdog.waiting(what), self._ledger.phase(what):
             yield
 
 
@@ -63,7 +64,11 @@ def make_watch(config: Config, workdir: Path) -> Iterator[RunWatch]:
     with (
         StopSignals(num_processes) as signals,
         Watchdog(
-            config.runtime.step_timeout_s, rank=rank, num_processes=num_processes, board=Board("watch")
+            config.runtime.step_timeout_s,
+            rank=rank,
+            num_processes=num_processes,
+            board=Board("watch"),
+            heartbeat_s=config.runtime.heartbeat_s,
         ) as watchdog,
     ):
         try:
