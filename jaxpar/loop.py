@@ -130,7 +130,7 @@ class _Ahead:
     def __init__(self) -> None:
         # Simulated devices share few cores: no use in running ahead.
         self._most = 0 if jax.default_backend() == "cpu" else 2
-        self._owed: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        self._owed: collections.deque[tuple[int, Any]] = collections.deque()
         self._finished: int | None = None
 
     def add(self, step: int, loss: jax.Array) -> None:

@@ -114,10 +114,21 @@ def test_sigterm_to_one_process_saves_one_step_and_ends_all_with_75(plan, config
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("frozen", [0, 2], ids=["the coordinator", "another one"])
-def test_a_frozen_process_is_found_in_time_and_every_other_one_tells_its_stacks(plan, tmp_path, frozen):
+@pytest.mark.parametrize(
+    ("frozen", "times"),
+    [
+        (0, f"step_timeout_s={campaign.STEP_TIMEOUT_S}, heartbeat_s=120"),
+        (2, f"step_timeout_s={campaign.STEP_TIMEOUT_S}, heartbeat_s=120"),
+        (2, "step_timeout_s=600, heartbeat_s=22"),  # jax's own patience is the shorter one, as with the defaults
+    ],
+    ids=["the coordinator", "another one", "before jax ends the processes"],
+)
+def test_a_frozen_process_is_found_in_time_and_every_other_one_tells_its_stacks(plan, tmp_path, frozen, times):
     four = dataclasses.replace(plan, steps=10_000, processes=4)
     config = campaign.prepare(plan.folder, four)
+    text = config.read_text()
+    config.write_text(text.replace(f"step_timeout_s={campaign.STEP_TIMEOUT_S}, heartbeat_s=120", times))
+    assert times in config.read_text()
     with campaign.Training(four, config, tmp_path / "run", gang=True) as training:
         training.wait_for(lambda: training.step >= 5, "step 5")
         os.kill(training.ranks()[frozen], signal.SIGSTOP)
