@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -180,7 +181,8 @@ MOMENTS = {
 DWELL = """
 import os, runpy, sys, time
 def dwell(what):
-    print("now in the", what, os.environ.get("JAXPAR_PROCESS_ID", "0"), file=sys.stderr, flush=True)
+    rank = os.environ.get("JAXPAR_PROCESS_ID", "0")
+    print(f"process {rank} is now in the {what}, pid {os.getpid()}", file=sys.stderr, flush=True)
     time.sleep(2.0)
 """
 
@@ -188,7 +190,7 @@ def dwell(what):
 @pytest.mark.sweep
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_sigterm_in_an_evaluation_or_a_save(plan, config, tmp_path, moment, processes):
+def test_sigterm_to_the_last_process_in_an_evaluation_or_a_save(plan, config, tmp_path, moment, processes):
     train, workdir = str(ROOT / "scripts" / "train.py"), tmp_path / "run"
     for name in ("even", "odd"):  # many documents, so that some of them are held out
         paragraphs = (plan.folder / f"{name}.txt").read_text().split("\n\n")
@@ -203,12 +205,12 @@ def test_sigterm_in_an_evaluation_or_a_save(plan, config, tmp_path, moment, proc
     launch = [str(ROOT / "scripts" / "launch.py"), f"--processes={processes}", "--max-restarts=0", "--"]
     head = [*launch[:2], "--devices-per-process=2", *launch[2:]] if processes > 1 else []
     command = [sys.executable, *head, str(program), *arguments, *([] if head else ["--devices=2"])]
-    lines = []
+    lines, place = [], re.compile(rf"process {processes - 1} is now in the {moment}, pid (\d+)")
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as child:
         assert child.stderr is not None
         for line in child.stderr:
-            if f"now in the {moment}" in line and not any("now in" in earlier for earlier in lines):
-                child.send_signal(signal.SIGTERM)
+            if (found := place.search(line)) and not any(map(place.search, lines)):
+                os.kill(int(found[1]), signal.SIGTERM)
             lines.append(line)
     assert child.returncode == 75, "".join(lines)
     steps = steps_of(workdir)
