@@ -18,6 +18,7 @@ from layouts import References, assert_same, tiny
 
 from jaxpar import context, sharding
 from jaxpar.build import build
+from jaxpar.config import LossConfig
 from jaxpar.context.ring import _own_pairs, _pairs
 from jaxpar.context.rotation import PairedRing, Ring
 from jaxpar.context.tiles import tile_length
@@ -98,7 +99,8 @@ WIDE = {
         {"context": 4, "tensor": 2, "context_mode": "ring_all_to_all", "sequence_parallel": True},
         {"num_heads": 4, "num_kv_heads": 2, "dropout": 0.2}, {},
     ),
-    "chunked loss": ({"context": 4, "data": 2, "context_mode": "ring"}, {}, {"accumulation": 2}),
+    "chunked loss": ({"context": 4, "data": 2, "context_mode": "ring"}, {},
+                     {"accumulation": 2, "loss": LossConfig(chunk_tokens=16, z_loss=1e-3, label_smoothing=0.1)}),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 from layouts import References, assert_same, cases, choices, meshes, pairs, tiny
 
 from jaxpar.build import build
-from jaxpar.config import PipelineConfig
+from jaxpar.config import LossConfig, PipelineConfig
 from jaxpar.layout_check import compare, put, random_batch, shrunk
 from jaxpar.tree import named_leaves
 
@@ -73,6 +73,10 @@ VARIANTS = {
     "full remat": ({"tensor": 2, "data": 2, "replica": 2, "zero": 3}, {"dropout": 0.1}, {"remat": "full"}),
     "dots remat": ({"data": 8, "zero": 3}, {}, {"remat": "dots"}),
     "attention remat": ({"data": 8, "zero": 1}, {}, {"remat": "attention"}),
+    "chunked loss, z-loss, label smoothing": (
+        {"tensor": 4, "data": 2, "sequence_parallel": True}, {},
+        {"loss": LossConfig(chunk_tokens=16, z_loss=1e-3, label_smoothing=0.1)},
+    ),
     "unrolled": ({"tensor": 4, "data": 2}, {"scan_layers": False}, {}),
 }  # fmt: skip
 

@@ -130,7 +130,8 @@ def test_fp16_trains_and_its_scale_does_not_change_the_update():
 
 def test_clipping_sees_the_whole_gradient_on_every_layout():
     norms, finals = [], []
-    for parallel, count in (({}, 1), ({"data": 8, "zero": 3}, 8), ({"data": 2, "tensor": 4}, 8)):
+    layouts = ({"data": 8, "zero": 3}, {"data": 2, "tensor": 4}, {"data": 2, "context": 4}, {"data": 1, "context": 8})
+    for parallel, count in (({}, 1), *((layout, 8) for layout in layouts)):
         config = tiny(parallel=parallel, model={"tied": True}, optimizer=dataclasses.replace(SGD, clip_norm=0.01))
         built = build(config, jax.devices()[:count])
         state, metrics = built.step(built.init(jax.random.key(0)), put(built, random_batch(config)))
