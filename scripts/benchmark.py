@@ -1,6 +1,6 @@
 """Every performance claim as a ratio from one run: python scripts/benchmark.py [core pipeline data ...].
 
-Without a name every part runs. Rows print as they come; --json=OUT keeps them.
+Without a name every part runs. Rows print as they come; --json=OUT keeps them. Exits 1 when a row is out of its limits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,7 +36,21 @@ def main(argv: list[str]) -> int:
         rows += [{"part": name, **(row if isinstance(row, dict) else dataclasses.asdict(row))} for row in found]
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2, default=str) + "\n")
-    return 0
+    out = [f"{row['part']}: {row['name']}" for row in rows if not within_limits(row)]
+    print(f"{len(out)} of {len(rows)} rows are out of their limits" + "".join(f"; {name}" for name in out))
+    return 1 if out else 0
+
+
+def within_limits(row: dict[str, Any]) -> bool:
+    """Whether a row keeps its limits; NaN keeps none, and a row that has none is only shown."""
+    if "limits" in row:
+        low, high = row["limits"]
+        return low <= row["found"] <= high
+    number = "found" if "found" in row else "ratio"
+    limit = {"found": "limit", "ratio": "bound"}[number]
+    if limit not in row:
+        return True
+    return row[number] <= row[limit] if row.get("at_most", True) else row[number] >= row[limit]
 
 
 if __name__ == "__main__":

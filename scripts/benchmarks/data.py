@@ -85,6 +85,7 @@ def packing_rows(tokens: Path, workdir: Path) -> Iterator[dict[str, Any]]:
             "name": f"share of filled slots, {packing}",
             "found": filled / (1024 * count),
             "limit": 0.97,
+            "at_most": False,
             "detail": f"{per_s / 1e6:.1f} million tokens read per second",
         }
 
@@ -105,7 +106,13 @@ def run(size_bytes: int = 20_000_000) -> list[dict[str, Any]]:
             plain = plain_loop(corpus, spec, folder / "plain.bin")
             detail = f"{fast:.2f} s against {plain:.2f} s"
             rows.append(
-                {"name": f"prepare_data / plain loop, {label}", "found": plain / fast, "limit": 1.5, "detail": detail}
+                {
+                    "name": f"prepare_data / plain loop, {label}",
+                    "found": plain / fast,
+                    "limit": 1.5,
+                    "at_most": False,
+                    "detail": detail,
+                }
             )
         rows += packing_rows(folder / "tokens-byte-pair", folder)
     for row in rows:
