@@ -210,6 +210,19 @@ def test_a_loss_scale_belongs_to_the_precision_of_the_run(config, tmp_path):
     assert scales == [1.0, 2.0**15, 1.0]
 
 
+def test_settings_that_changed_on_resume_are_told_once(config, tmp_path):
+    first = (*ONE_DEVICE, "--config.steps=1", "--config.model.num_layers=1", "--config.checkpoint.interval=1")
+    done = train(config, tmp_path / "run", *first, "--config.optimizer.warmup_steps=0")
+    assert done.returncode == 0, done.stderr
+    assert "settings changed" not in done.stdout
+    change = ("--config.steps=2", "--config.optimizer.learning_rate=2e-2")
+    again = train(config, tmp_path / "run", *first, "--config.optimizer.warmup_steps=0", *change)
+    assert again.returncode == 0, again.stderr
+    assert [line for line in again.stdout.splitlines() if "settings changed" in line] == [
+        "settings changed since the last start, the new ones hold: steps: 1 -> 2; optimizer.learning_rate: 0.01 -> 0.02"
+    ]
+
+
 @pytest.mark.sweep
 def test_a_killed_run_ends_bit_for_bit_as_an_unbroken_one(config, tmp_path):
     """SIGKILL after several steps, with dropout, accumulation, best-fit packing and a mixture; same mesh."""
