@@ -1,6 +1,7 @@
 """Checkpoints of several real processes: written by a gang, read by any other number of processes and devices."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -133,6 +134,12 @@ def test_a_write_that_fails_on_one_process_does_not_make_the_others_wait(tmp_pat
     told = done.stdout + done.stderr
     assert told.count("first 1 step 1:") == 2, told  # both count the failure
     assert told.count(f"step 1: GateError: it failed on process {bad}") == 1, told  # one of them knows its own reason
+    reasons = [line for line in told.splitlines() if "checkpoint 1 was NOT saved: " in line]
+    own = [line for line in reasons if "it failed on process" not in line]
+    assert len(own) == 1, told  # and tells it, whichever it is
+    assert re.search("File too large|Error writing", own[0]), told  # a long path leaves no room for the former
+    assert ("process 1: " in own[0]) == (bad == 1), told
+    assert len(reasons) == 1 + bad, told  # the main process speaks in any case
     seconds = [float(line.split("seconds")[1]) for line in told.splitlines() if "seconds " in line]
     assert len(seconds) == 2, told
     assert max(seconds) < 100, told  # the patience of a barrier is 300

@@ -25,7 +25,7 @@ from jaxpar.checkpoint import checksum, folders, leaves, manifest, storage
 from jaxpar.checkpoint.leaves import Convert
 from jaxpar.config import CheckpointConfig
 from jaxpar.errors import UserError
-from jaxpar.runtime.coordination import Assembly, Gate
+from jaxpar.runtime.coordination import Assembly, Gate, GateError
 from jaxpar.tree import named_leaves
 
 _instances = itertools.count()  # a process may open checkpoints twice; their questions must not mix
@@ -283,9 +283,14 @@ class Checkpoints:
 
     def _fail(self, step: int, error: Exception) -> None:
         self._error = storage.reason(error)
-        self._say(f"checkpoint {step} was NOT saved: {self._error}")
+        line = f"checkpoint {step} was NOT saved: {self._error}"
         if self._is_main:
+            self._say(line)
             folders.discard_partial(self.directory, step)
+        elif not isinstance(error, GateError):  # that one tells of another process; this reason only this one knows
+            import jax
+
+            _to_stderr(f"process {jax.process_index()}: {line}")
 
     def _join(self) -> None:
         """Wait for the running save and agree with the other processes on how it went."""
