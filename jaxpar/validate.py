@@ -46,7 +46,6 @@ MORE_THAN_ZERO = """model.norm_eps model.rope.base model.rope.local_base model.r
     model.init_std model.swiglu_alpha model.swiglu_limit model.latent.norm_eps model.moe.weight_scale
     model.moe.capacity_factor optimizer.clip_norm runtime.step_timeout_s metrics.peak_tflops lora.alpha"""
 LARGEST_SEED = 2**32 - 1  # jax takes the lower 32 bits of larger ones
-_FLOAT32_MAX = 3.4e38
 LESS_THAN_ONE = "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum loss.label_smoothing data.eval_fraction"
 AT_MOST_ONE = "model.rope.fraction optimizer.final_fraction"
 
@@ -201,7 +200,9 @@ def _sequence(config: Config, sizes: Sizes) -> Iterator[str]:
     if config.parallel.sequence_parallel:
         factors["parallel.tensor (sequence_parallel)"] = tensor
     yield from _indivisible("seq_len", config.seq_len, math.prod(factors.values()), _product(factors))
-    if (chunk := config.loss.chunk_tokens) is not None and 0 < chunk < config.seq_len:
+    chunk = config.loss.chunk_tokens
+    if chunk is not None and 0 < chunk < config.seq_len:  # a row that fits into one chunk has no others
+        yield from _indivisible("seq_len", config.seq_len, chunk, f"loss.chunk_tokens = {chunk}")
         yield from _indivisible("loss.chunk_tokens", chunk, context, f"parallel.context = {context}")
     if config.seq_len % pieces or config.model.num_heads % tensor or config.model.num_heads % config.model.kv_heads:
         return  # said here or by `_attention`
@@ -283,16 +284,11 @@ def _options(config: Config, sizes: Sizes) -> Iterator[str]:
         )
     if model.activation == "clamped_swiglu" and not model.gated:
         yield "model.activation = clamped_swiglu with model.gated = False: it has two inputs; use model.gated = True"
-    if model.attention_sinks and model.attention == "cudnn":
-        yield (
-            "model.attention_sinks = True with model.attention = cudnn: that kernel has no sinks; "
-            'use model.attention = "xla", or "auto", which takes it'
-        )
-    if model.attention_soft_cap is not None and model.attention == "cudnn":
-        yield (
-            f"model.attention_soft_cap = {model.attention_soft_cap} with model.attention = cudnn: that kernel has no "
-            'soft cap; use model.attention = "xla", or "auto", which takes it'
-        )
+    lacking = {"attention_sinks": ("sinks", False), "attention_soft_cap": ("soft cap", None)}
+    for key, (what, off) in lacking.items():
+        if (value := getattr(model, key)) != off and model.attention == "cudnn":
+            instead = 'use model.attention = "xla", or "auto", which takes it'
+            yield f"model.{key} = {value} with model.attention = cudnn: that kernel has no {what}; {instead}"
     if model.latent.kv_rank:
         if model.attention_sinks:
             yield "model.attention_sinks = True with model.latent.kv_rank: latent attention has none; use False"
@@ -461,7 +457,7 @@ def _training(config: Config) -> Iterator[str]:
             f"optimizer.warmup_steps + decay_steps = {optimizer.warmup_steps} + {optimizer.decay_steps} is more than "
             f"steps = {config.steps}; use decay_steps = {config.steps - optimizer.warmup_steps} at most"
         )
-    if optimizer.learning_rate > _FLOAT32_MAX:
+    if optimizer.learning_rate > 3.4e38:
         yield f"optimizer.learning_rate = {optimizer.learning_rate:g} is infinite in float32; use a smaller one"
     if optimizer.momentum is not None and optimizer.name not in ("sgd", "muon"):
         yield f"optimizer.momentum = {optimizer.momentum} is for sgd, but optimizer.name = {optimizer.name}; use b1"
@@ -472,9 +468,6 @@ def _training(config: Config) -> Iterator[str]:
         )
     if unknown := [target for target in config.lora.targets if target not in LORA_TARGETS]:
         yield f"lora.targets: {', '.join(map(repr, unknown))} is no weight; choose from {', '.join(LORA_TARGETS)}"
-    chunk = config.loss.chunk_tokens
-    if chunk is not None and 0 < chunk < config.seq_len:  # a row that fits into one chunk has no others
-        yield from _indivisible("seq_len", config.seq_len, chunk, f"loss.chunk_tokens = {chunk}")
 
 
 def _data(config: Config) -> Iterator[str]:
