@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +179,18 @@ def test_chunked_loss_is_the_plain_one(extras):
     results = [loss_and_gradients(build(c, jax.devices()[:1]), random_batch(c)) for c in (plain, chunked)]
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)
     assert max(gradient_errors(results[1][1], results[0][1]).values()) <= 1e-5
+
+
+@pytest.mark.parametrize("loss", [LossConfig(), LossConfig(chunk_tokens=16, z_loss=1e-3, label_smoothing=0.1)])
+@pytest.mark.parametrize("model", [{}, {"tied": True}], ids=["head", "tied"])
+def test_no_part_of_a_split_vocabulary_is_gathered(model: dict[str, Any], loss: LossConfig):
+    """The padded vocabulary is 8 x 13 rows, and no other size is a multiple of 13."""
+    built = build(tiny(parallel={"data": 2, "tensor": 4, "sequence_parallel": True}, model=model, loss=loss))
+    text = built.step.lower(built.abstract_state, built.abstract_batch).compile().as_text()
+    moved = re.findall(r" = (.*?) (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
+    shapes = [dims for result in moved for dims in re.findall(r"\[([\d,]+)\]", result)]
+    assert shapes  # sequence parallelism gathers the residual stream
+    assert not [dims for dims in shapes if any(int(dim) % 13 == 0 for dim in dims.split(","))]
 
 
 def test_gradient_agrees_with_finite_differences():
