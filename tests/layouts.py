@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar import config_file
 from jaxpar.build import build
 from jaxpar.config import Config, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from jaxpar.layout_check import gradient_errors, loss_and_gradients, random_batch, reference_of, relative_error
@@ -21,6 +22,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation": "gelu_tanh", "qkv_bias": True, "out_bias": True, "mlp_bias": True,
     },
 }  # fmt: skip
+
+
+# What the families with experts have besides: 4 experts, 2 of them per token; one dense layer, one shared expert.
+EXPERTS = {
+    "gpt_oss": {"moe.num_experts": 4},
+    "deepseek_v3": {
+        "moe.num_experts": 4, "moe.first_dense": 1, "moe.num_shared": 1, "num_kv_heads": 4,
+        "latent.kv_rank": 16, "latent.query_rank": 12, "latent.rope_dim": 4,
+    },
+}  # fmt: skip
+
+
+def small(family: str) -> ModelConfig:
+    """A family with 2 layers, width 32, 4 heads, vocabulary 97 and 48 positions."""
+    settings: dict[str, Any] = {
+        "family": family, "embed_dim": 32, "num_layers": 2, "num_heads": 4, "head_dim": 8, "mlp_dim": 64,
+        "vocab_size": 97, "max_position": 48, "num_kv_heads": 4 if family in ("gpt2", "gpt_neox") else 2,
+    }  # fmt: skip
+    for key, value in EXPERTS.get(family, {}).items():
+        section, _, name = key.rpartition(".")
+        (settings.setdefault(section, {}) if section else settings)[name] = value
+    return config_file.from_dict({"model": settings}).model
 
 
 def tiny(family: str = "llama", *, parallel: dict[str, Any] | None = None, model: dict[str, Any] | None = None,
@@ -119,4 +142,5 @@ def assert_same(config: Config, references: References) -> None:
     assert not bad
 
 
-__all__ = ["FAMILIES", "LossConfig", "References", "assert_same", "cases", "choices", "meshes", "pairs", "tiny"]
+__all__ = ["FAMILIES", "LossConfig", "References", "assert_same", "cases", "choices", "meshes", "pairs", "small",
+           "tiny"]  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
+from layouts import small
 
 from jaxpar import config_file, validate
 from jaxpar.config import Config, ModelConfig
@@ -125,25 +125,6 @@ SMALL_COUNTS = {
     "gpt_oss": 63_408,
     "deepseek_v3": 50_716,  # with the bias in the choice, which is a buffer there
 }
-# What the families with experts have besides: 4 experts, 2 of them per token; one dense layer, one shared expert.
-EXPERTS = {
-    "gpt_oss": {"moe.num_experts": 4},
-    "deepseek_v3": {
-        "moe.num_experts": 4, "moe.first_dense": 1, "moe.num_shared": 1, "num_kv_heads": 4,
-        "latent.kv_rank": 16, "latent.query_rank": 12, "latent.rope_dim": 4,
-    },
-}  # fmt: skip
-
-
-def small(family: str) -> ModelConfig:
-    settings: dict[str, Any] = {
-        "family": family, "embed_dim": 32, "num_layers": 2, "num_heads": 4, "head_dim": 8, "mlp_dim": 64,
-        "vocab_size": 97, "max_position": 48, "num_kv_heads": 4 if family in ("gpt2", "gpt_neox") else 2,
-    }  # fmt: skip
-    for key, value in EXPERTS.get(family, {}).items():
-        section, _, name = key.rpartition(".")
-        (settings.setdefault(section, {}) if section else settings)[name] = value
-    return config_file.from_dict({"model": settings}).model
 
 
 @pytest.mark.parametrize("family", families.PRESETS)

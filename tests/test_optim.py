@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from layouts import tiny
+from layouts import small, tiny
 
 import jaxpar.state as state_module
 from jaxpar import sharding
@@ -19,19 +19,20 @@ from jaxpar.build import build
 from jaxpar.config import OptimizerConfig
 from jaxpar.contract import ContractError, check_gradients, check_step, compile_step
 from jaxpar.layout_check import put, random_batch, relative_error
+from jaxpar.models import families
 from jaxpar.names import is_matrix
 from jaxpar.optim import decay_counts, make_optimizer, make_schedule
 from jaxpar.tree import from_named, named_leaves
 
-MATRICES = {"embedding", "head", "positions", "q", "k", "v", "out", "gate", "up", "down"}
+MATRICES = {"embedding", "head", "positions", "q", "k", "v", "out", "gate", "up", "down", "router", "q_down",
+            "kv_down", "kv_up"}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_decay_moves_exactly_the_matrices(family):
-    config = tiny(family, model={"qk_norm": "head"})
-    built = build(config, jax.devices()[:1])
-    params = built.init(jax.random.key(0)).params
-    params = jax.tree.map(lambda p: p + 1.0, params)
+@pytest.mark.parametrize("family", families.PRESETS)
+def test_decay_moves_exactly_the_matrices(family: str):
+    config = dataclasses.replace(tiny(seq_len=32), model=small(family))
+    params = build(config, jax.devices()[:1]).abstract_state.params
+    params = jax.tree.map(lambda p: np.ones(p.shape, p.dtype), params)
     rule = OptimizerConfig(name="sgd", learning_rate=1.0, schedule="constant", weight_decay=0.1)
     optimizer = make_optimizer(rule, make_schedule(rule, 10))
     zeros = jax.tree.map(np.zeros_like, jax.device_get(params))
