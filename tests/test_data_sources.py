@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import textwrap
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -309,6 +312,27 @@ def test_missing_files_are_reported_together(tmp_path):
         open_data(config, tmp_path)
     for part in ("x*.txt", "y.txt", "is a folder", "3 problems"):
         assert part in str(error.value)
+
+
+def open_files(path: Path) -> object:
+    return open_data(Config(data=DataConfig(source="files", files=(str(path),))), path.parent)
+
+
+@pytest.mark.parametrize("opened", [open_files, read])
+def test_a_file_without_permission_is_refused_by_name(
+    tmp_path: Path, opened: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+):
+    path, honest = tmp_path / "mine.txt", Path.open
+    path.write_text("text")
+
+    def refusing(self: Path, *args: Any, **settings: Any) -> IO[Any]:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return honest(self, *args, **settings)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(UserError, match=r"mine\.txt: cannot be (read|opened) \(Permission denied\)"):
+        opened(path)
 
 
 def test_document_order_is_that_of_the_sorted_names(tmp_path):
