@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -153,3 +154,14 @@ def test_simulated_devices_in_a_fresh_interpreter_and_too_late():
     assert done.stdout.startswith("4\n"), done.stderr
     assert "already runs with 4" in done.stdout
     assert "restart" in done.stdout
+
+
+def test_training_on_devices_asked_for_too_late_is_refused(tmp_path: Path):
+    done = run(
+        "import jax, jaxpar, sys\n"
+        "jax.config.update('jax_num_cpu_devices', 2); jax.devices()\n"
+        f"try: jaxpar.train(jaxpar.Config(), {str(tmp_path / 'run')!r}, devices=8)\n"
+        "except jaxpar.UserError as error: print(error)"
+    )
+    assert "asked for 8 simulated devices, but jax already runs with 2 (cpu)" in done.stdout, done.stderr
+    assert not (tmp_path / "run").exists()
