@@ -1,11 +1,13 @@
 """What the loop tells about steps that no log line falls on."""
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpar import loop
@@ -38,6 +40,52 @@ def run_of(skipped: list[int], tokens: list[int], *, max_skipped: int = 3) -> tu
         ),
     )  # fmt: skip
     return made, said
+
+
+class Fetched:
+    """A value on a device that tells when it comes to the host."""
+
+    def __init__(self, value: Any, tell: Callable[[], None]) -> None:
+        self.value, self.tell = value, tell
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.tell()
+        return np.asarray(self.value, dtype)
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
+
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+    __index__ = __int__
+
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))
+
+    def item(self) -> Any:
+        return np.asarray(self).item()
+
+    def tolist(self) -> Any:
+        return np.asarray(self).tolist()
+
+
+def test_nothing_is_fetched_between_log_lines():
+    run, _ = run_of([0] * 25, [8] * 25)
+    honest, taken, fetched = run.step_fn, 0, set()
+
+    def step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        nonlocal taken
+        state, metrics = honest(SimpleNamespace(step=state.step.value), batch)
+        taken = state.step
+        return SimpleNamespace(step=on_device(taken)), {name: on_device(value) for name, value in metrics.items()}
+
+    def on_device(value: Any) -> Fetched:
+        return Fetched(value, lambda: fetched.add(taken))
+
+    run.step_fn, run.state = step, SimpleNamespace(step=on_device(0))
+    run_steps(run)
+    assert fetched == {0, 1, 10, 20, 25}
 
 
 def test_steps_between_log_lines_are_told_of():
