@@ -123,6 +123,12 @@ def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
     except UserError as error:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"{Path(sys.argv[0]).name}: error: {error.filename}: {error.strerror}; want one that this user may use",
+              file=sys.stderr)  # fmt: skip
+        code = EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED

@@ -142,3 +142,14 @@ def test_a_table_that_goes_elsewhere_is_as_wide_as_its_content(capsys: pytest.Ca
     table.add_row("n" * 300)
     print_table(table)
     assert "n" * 300 in capsys.readouterr().out
+
+
+def test_a_file_without_permission_is_one_line():
+    code = (
+        "import sys; from jaxpar import cli; sys.argv = ['scripts/train.py']\n"
+        "def main(argv): raise PermissionError(13, 'Permission denied', 'data/tokens-0.bin')\n"
+        "cli.run_script(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "train.py: error: data/tokens-0.bin: Permission denied; want one that this user may use\n"
